@@ -13,7 +13,7 @@ from pathlib import Path
 
 from keras_dist import environment
 from keras_dist.errors import ConfigurationError
-from keras_dist.launcher.cluster import ParameterServerCluster
+from keras_dist.launcher.cluster import Cluster, ParameterServerCluster
 from keras_dist.launcher.job import COMMIT_SECONDS, LAUNCHABLE, command_of, launch, make_cluster, without_dashes
 from keras_dist.launcher.joining import Nodes, Place, follow
 from keras_dist.launcher.nodes import Told, address_of, free_ports, own_address, parse_hosts, started, told_by
@@ -35,6 +35,8 @@ examples:
   keras-dist run --nnodes 2 --node-rank 0 --rendezvous 10.0.0.1:29400 -np 4 train.py
                                                  4 processes on each of 2 machines: the same line on the other one,
                                                  with --node-rank 1. 10.0.0.1 is node 0
+  keras-dist run --nnodes 2 --node-rank 0 --rendezvous 10.0.0.1:29400 --workers 4 --ps 2 train.py
+                                                 parameter servers: all 7 processes, spread over the 2 machines
   srun --ntasks=8 keras-dist run train.py        under Slurm: each task is a rank
 
 Several machines need a secret, the same in KERAS_DIST_SECRET on each (docs/clusters.md).
@@ -45,12 +47,16 @@ to stop and they have committed: the same command resumes.
 """
 
 
+NewCluster = Callable[..., Cluster]  # of a start; its argument are the nodes
+Served = tuple[int, int] | None  # the numbers of workers and servers, `None` without parameter servers
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "keras-dist run -np N [options] (script.py | -m module | -- program) [arguments]"
     parser.epilog = EXAMPLES
     add = parser.add_argument
     add("-np", "--num-processes", metavar="N", help="number of processes (ranks)")
-    add("--nnodes", metavar="N", help="number of machines (nodes); -np is the number of ranks of this one")
+    add("--nnodes", metavar="N", help="number of machines (nodes); -np is the number of processes of this one")
     add("--node-rank", metavar="I", help="index of this node, from 0; its ranks come in this order")
     add("--rendezvous", metavar="HOST:PORT", help="where node 0 listens for the launchers of the others")
     add("--interface", metavar="NAME", help="network interface of this node (default: the one that leads to node 0)")
@@ -90,48 +96,55 @@ def main(args: argparse.Namespace) -> int:
     environ = environment.current()
     told = told_by(environ)
     place = _place(args, told, environ)
-    if args.serve:
-        workers, servers = _check_parameter_servers(args)
-        return serve_all(workers, servers, args.target[0] if args.target else CLUSTER_FILE, environ)
+    is_alone = place is None and args.hosts is None
+    served = _parameter_servers(args, is_alone)
+    if served is not None and args.serve:
+        if not is_alone:
+            raise ConfigurationError(
+                "--serve starts a cluster on one machine only.", "--serve, and several nodes",
+                "On several, start `keras-dist serve` for each worker and server (docs/parameter_servers.md).",
+            )
+        return serve_all(*served, args.target[0] if args.target else CLUSTER_FILE, environ)
     command = _command(args.module, args.target, environ)
     if args.num_processes is None and args.workers is None and told.ranks is not None:
         args.num_processes = str(told.ranks)
     log_dir = None if args.log_dir is None else Path(args.log_dir)
     here = LocalRanks(command, environ, args.output, log_dir)
     limits = _integer(args.max_restarts, "--max-restarts", 0), _grace(args.grace)
+    size = 0 if args.hosts is not None else _size(args, command, place, served)
+    new_cluster: NewCluster = functools.partial(make_cluster, args.backend, size, environ)
+    if served is not None:
+        new_cluster = functools.partial(ParameterServerCluster, served[0], environ, servers=served[1])
     if args.hosts is not None:
-        return _run_over_ssh(args, here, limits)
-    if args.workers is not None or args.ps is not None:
-        workers, servers = _check_parameter_servers(args)
-        return launch(here, functools.partial(ParameterServerCluster, workers, environ, servers=servers), *limits)
-    size = _size(args, command)
+        return _run_over_ssh(args, here, limits, new_cluster)
     if place is None:
-        return launch(here, functools.partial(make_cluster, args.backend, size, environ), *limits)
+        return launch(here, new_cluster, *limits)
     # While it waits for the other nodes: the kernel keeps from process 1 of a pod what it has no handler for.
     with interrupted_by_stop_signals():
         if place.index == 0:
-            return _lead(args, here, limits, place, size)
+            return _lead(args, here, limits, new_cluster, place, size)
         return follow(place, size, _backend(args), here)
 
 
 def _lead(
-    args: argparse.Namespace, here: LocalRanks, limits: tuple[int, float], place: Place, size: int,
-    check: Callable[[], None] = lambda: None,
+    args: argparse.Namespace, here: LocalRanks, limits: tuple[int, float], new_cluster: NewCluster, place: Place,
+    size: int, check: Callable[[], None] = lambda: None,
 ) -> int:  # fmt: skip
     with Nodes(place, size, _backend(args), here) as nodes:
         nodes.wait_for_all(check)
         if args.hosts is None:  # else what the hosts show comes here, so they need not repeat this launcher's messages
             here.console.others += [functools.partial(node.channel.send, "show") for node in nodes.others]
-        new_cluster = functools.partial(make_cluster, args.backend, size, here.environ, nodes.all)
-        nodes.code = launch(here, new_cluster, *limits)
+        nodes.code = launch(here, functools.partial(new_cluster, nodes.all), *limits)
     return nodes.code
 
 
-def _run_over_ssh(args: argparse.Namespace, here: LocalRanks, limits: tuple[int, float]) -> int:
-    others = {"-np": args.num_processes, "--nnodes": args.nnodes, "--workers": args.workers, "--ps": args.ps}
+def _run_over_ssh(
+    args: argparse.Namespace, here: LocalRanks, limits: tuple[int, float], new_cluster: NewCluster
+) -> int:
+    others = {"-np": args.num_processes, "--nnodes": args.nnodes}
     if given := [name for name, value in others.items() if value is not None]:
         raise ConfigurationError(
-            "-H names all ranks, of horovod or multi_worker.", f"-H {args.hosts} with {', '.join(given)}",
+            "-H has the number of processes of each host.", f"-H {args.hosts} with {', '.join(given)}",
             "Leave them out.",
         )
     if limits[0]:
@@ -144,6 +157,7 @@ def _run_over_ssh(args: argparse.Namespace, here: LocalRanks, limits: tuple[int,
     address = own_address(hosts) if args.interface is None else address_of(args.interface)
     secret, (port,), count = secrets.token_hex(), free_ports(1), len(hosts) + 1
     shown = ["--backend", args.backend, "--output", args.output, *(["--log-dir", args.log_dir] if args.log_dir else [])]
+    shown += ["--workers", args.workers, "--ps", args.ps or "1"] if args.workers else []
     target = [*(["-m"] if args.module else []), *args.target]
 
     def command(index: int, size: int) -> list[str]:
@@ -151,10 +165,12 @@ def _run_over_ssh(args: argparse.Namespace, here: LocalRanks, limits: tuple[int,
         return [sys.executable, "-m", "keras_dist", "run", *place, "-np", str(size), *shown, *target]
 
     with interrupted_by_stop_signals(), started(hosts, command, secret, inherited(here.environ), args.ssh) as check:
-        return _lead(args, here, limits, Place(count, 0, address, port, secret), 0, check)
+        return _lead(args, here, limits, new_cluster, Place(count, 0, address, port, secret), 0, check)
 
 
 def _backend(args: argparse.Namespace) -> str:
+    if args.workers is not None:
+        return f"parameter_server (--workers {args.workers} --ps {args.ps or 1})"
     return next(iter(LAUNCHABLE)) if args.backend == "auto" else str(args.backend)
 
 
@@ -183,16 +199,19 @@ def _place(args: argparse.Namespace, told: Told, environ: Mapping[str, str]) -> 
         raise ConfigurationError("--node-rank must be an index, from 0 to --nnodes - 1.", received, remedy)
     if count == 1:
         return None
-    if args.serve or args.workers is not None or args.ps is not None or args.backend == "parameter_server":
-        raise ConfigurationError(
-            "Parameter servers are started on one machine only.", received,
-            "On several, start `keras-dist serve` for each worker and server (docs/parameter_servers.md).",
-        )
     secret = environ.get(environment.SECRET, "")
     return Place(count, int(index), host, int(port), secret, args.interface, told.has_munge and not secret)
 
 
-def _size(args: argparse.Namespace, command: Sequence[str]) -> int:
+def _size(args: argparse.Namespace, command: Sequence[str], place: Place | None, served: Served) -> int:
+    """Returns the number of processes of this node. Without -np, those of parameter servers are spread evenly."""
+    if args.num_processes is None and served is not None:
+        total, (count, index) = 1 + sum(served), (1, 0) if place is None else (place.count, place.index)
+        if total < count:
+            raise ConfigurationError(
+                "There are more nodes than processes.", f"{total} processes on {count} nodes", "Use fewer nodes."
+            )
+        return total // count + (index < total % count)
     if args.num_processes is None:
         misplaced = any(word in ("-np", "--num-processes") for word in command)
         raise ConfigurationError(
@@ -203,8 +222,12 @@ def _size(args: argparse.Namespace, command: Sequence[str]) -> int:
     return _integer(args.num_processes, "-np")
 
 
-def _check_parameter_servers(args: argparse.Namespace) -> tuple[int, int]:
-    if args.workers is None or args.num_processes is not None or args.backend not in ("auto", "parameter_server"):
+def _parameter_servers(args: argparse.Namespace, is_alone: bool) -> Served:
+    """Returns what the options say. Several nodes may have -np, as the number of processes of each."""
+    ranks = args.num_processes is not None and (is_alone or args.workers is None)
+    if args.workers is None and args.ps is None and not args.serve and (is_alone or args.backend != "parameter_server"):
+        return None
+    if args.workers is None or ranks or args.backend not in ("auto", "parameter_server"):
         raise ConfigurationError(
             "Parameter servers need --workers, and optionally --ps, instead of -np.",
             f"--workers {args.workers}, --ps {args.ps}, -np {args.num_processes}, --backend {args.backend}",

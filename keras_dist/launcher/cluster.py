@@ -124,7 +124,7 @@ class MultiWorkerCluster(Cluster):
 
 
 class ParameterServerCluster(MultiWorkerCluster):
-    """A coordinator, `size` workers, and servers. Only the coordinator, rank 0, runs the script."""
+    """A coordinator, `size` workers and servers: the ranks, in this order. Only the coordinator runs the script."""
 
     only_chief_runs = True
 
@@ -134,6 +134,13 @@ class ParameterServerCluster(MultiWorkerCluster):
         if min(size, servers) < 1:
             received = f"--workers {size} --ps {servers}"
             raise ConfigurationError("A cluster needs at least one worker and one server.", received, "Use 1 or more.")
-        super().__init__(1 + size + servers, environ)  # the command line refuses several nodes
+        nodes = [Node(1 + size + servers)] if nodes is None else nodes
+        if (count := sum(node.size for node in nodes)) != 1 + size + servers:
+            raise ConfigurationError(
+                "The nodes must have as many processes as the cluster: one coordinator, the workers and the servers.",
+                f"{count} processes on all nodes, for 1 + {size} + {servers}",
+                "Leave out -np, which spreads them evenly; after -H, let the numbers add up.",
+            )
+        super().__init__(count, environ, nodes)
         addresses = self.jobs["worker"]
         self.jobs = {"chief": addresses[:1], "worker": addresses[1 : 1 + size], "ps": addresses[1 + size :]}

@@ -112,8 +112,8 @@ class Job:
                     deadline = time.monotonic() + _HELPERS_SECONDS
                 elif event.code and deadline is None:
                     quoted = quote(event.rank, self._outputs) if event.code > 0 else []
-                    text = f"keras-dist: rank {event.rank} {manner(event.code)}. Rank 0, the coordinator, continues."
-                    self._print("\n".join([*quoted, text]))
+                    who = sentences_about(event, self._outputs[event.rank])[0]
+                    self._print("\n".join([*quoted, f"keras-dist: {who} Rank 0, the coordinator, continues."]))
             elif event.code and not self._lost_its_peer(event):
                 break
             elif event.code:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -20,6 +21,7 @@ from tests.limits import limit
 from tests.multiprocess.launches import (
     ADDRESSES,
     CONTRACT_SECONDS,
+    KERAS_DIST,
     PREAMBLE,
     RUN,
     SMALL_MODEL,
@@ -45,9 +47,11 @@ PLACE = """
 names = ('SIZE', 'LOCAL_RANK', 'LOCAL_SIZE', 'CROSS_RANK', 'CROSS_SIZE', 'HOSTNAME', 'GLOO_IFACE')
 print(rank, *(os.environ['HOROVOD_' + name] for name in names), 'KERAS_DIST_SECRET' in os.environ, Path.cwd())
 """
+TASK = "print(*config['task'].values(), 'of', len(tasks), flush=True)"
 TRAIN = f"""
 import json, sys
 {SMALL_MODEL}
+print("trains", flush=True)
 model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
 from keras_dist.cluster import current_backend
 place = current_backend().topology
@@ -74,11 +78,17 @@ def launch(commands: Commands, tmp_path: Path) -> Start:
         **variables: str,
     ) -> subprocess.Popen[str]:  # fmt: skip
         place = ["--nnodes", str(count), "--node-rank", str(node), "--rendezvous", f"{host}:{port}"]
-        size = () if "-np" in options else ("-np", "1")
+        size = () if {"-np", "--workers"} & {*options} else ("-np", "1")
         command = [*within, *RUN, *place, *size, *options, script(tmp_path, source)]
         return commands(*command, **{"KERAS_DIST_SECRET": SECRET, **variables})
 
     return start
+
+
+def line_about(what: str, launcher: subprocess.Popen[str]) -> str:
+    """Returns the next line that a launcher prints about something."""
+    assert launcher.stderr is not None
+    return next(line for line in launcher.stderr if what in line)
 
 
 def finish(*launchers: subprocess.Popen[str], seconds: float = 60) -> list[tuple[int, str, str]]:
@@ -147,6 +157,22 @@ def test_all_nodes_start_again(launch: Start, tmp_path: Path) -> None:
         assert "keras-dist: starts all ranks again (restart 1 of 1)" in err
 
 
+def test_parameter_servers_of_two_nodes(launch: Start, tmp_path: Path) -> None:
+    """A worker that is killed is named on both nodes, and the coordinator continues."""
+    source = f"{TASK}\nmark(f'ready{{rank}}')\nrank == 3 and fail_by(lambda: os.kill(os.getpid(), 9))\nwait_for('go')"
+    both = [launch(source, node, "--workers", "3", "--ps", "1", "--output", "all") for node in (0, 1)]
+    lines = [line_about("killed", launcher) for launcher in both]
+    wait_for(tmp_path, "ready4")
+    (tmp_path / "go").touch()
+    (code, out, _), (code_1, out_1, _) = finish(*both)
+    assert (code, code_1) == (0, 0)
+    assert sorted(out.splitlines()) == ["[0] chief 0 of 5", "[1] worker 0 of 5", "[2] worker 1 of 5"]
+    assert sorted(out_1.splitlines()) == ["[3] worker 2 of 5", "[4] ps 0 of 5"]
+    for line in lines:
+        assert line.startswith(f"keras-dist: rank 3 on node 1 ({NAME}, 127.0.0.1) was killed by SIGKILL")
+        assert line.endswith("Rank 0, the coordinator, continues.\n")
+
+
 def test_a_missing_node_is_named(launch: Start) -> None:
     first = launch(WAIT, 0, count=3, KERAS_DIST_JOIN_TIMEOUT="10")
     last = launch(WAIT, 2, count=3)
@@ -206,6 +232,7 @@ def test_nodes_that_do_not_fit_are_refused(launch: Start, tmp_path: Path) -> Non
     wrong = {
         "another secret": launch(WAIT, 1, count=3, KERAS_DIST_SECRET="another-secret-of-someone"),
         "backend multi_worker there, horovod on node 0": launch(WAIT, 1, "--backend", "multi_worker", count=3),
+        "backend parameter_server (--workers 2 --ps 1) there, horovod": launch(WAIT, 1, "--workers", "2", count=3),
         "count 2 there, 3 on node 0": launch(WAIT, 1, count=2),
         f"--node-rank 2 of 3 nodes, and node 2 ({NAME}, 127.0.0.1) has it": launch(WAIT, 2, count=3),
     }
@@ -268,10 +295,10 @@ def weights_of_one_process() -> Any:
     ],
 )
 def test_two_hosts_have_the_numbers_of_one_process(
-    launch: Start, hosts: list[str], weights_of_one_process: Any, backend: str, sizes: tuple[int, int]
+    launch: Start, hosts: list[str], weights_of_one_process: Any, tmp_path: Path, backend: str, sizes: tuple[int, int]
 ) -> None:
     both = [
-        launch(TRAIN, index, "-np", str(sizes[index]), "--backend", backend, **on(host))
+        launch(TRAIN, index, "-np", str(sizes[index]), "--backend", backend, "--log-dir", "logs", **on(host))
         for index, host in enumerate(hosts)
     ]
     (code, out, err), (code_1, _, err_1) = finish(*both, seconds=150)
@@ -280,6 +307,71 @@ def test_two_hosts_have_the_numbers_of_one_process(
     local = [(local_rank, size) for size in sizes for local_rank in range(size)]
     assert places == [[rank, *place] for rank, place in enumerate(local)]
     assert_close(weights, weights_of_one_process)
+    if backend == "multi_worker":
+        assert_one_warning(tmp_path, sum(sizes))
+
+
+WHEN_TOLD = """callbacks=[keras.callbacks.LambdaCallback(
+    on_epoch_begin=lambda epoch, logs: (mark(f"begun{epoch}"), epoch and wait_for("go")))])"""
+
+
+@pytest.mark.full
+def test_parameter_servers_on_two_hosts_have_the_numbers_of_one_process(
+    launch: Start, hosts: list[str], weights_of_one_process: Any, tmp_path: Path
+) -> None:
+    """A worker on the other host is killed between the epochs. Takes a minute: a whole training, so tier full."""
+    tell = "(here / f'pid{rank}').write_text(str(os.getpid()))\n"
+    source = tell + TRAIN.replace("verbose=0)", f"verbose=0, {WHEN_TOLD}")
+    both = [
+        launch(source, index, "--workers", "2", "--ps", "1", "--log-dir", "logs", **on(host))
+        for index, host in enumerate(hosts)
+    ]
+    wait_for(tmp_path, "begun1")
+    os.kill(int((tmp_path / "pid2").read_text()), signal.SIGKILL)
+    killed = f"keras-dist: rank 2 on node 1 ({NAME}, {ADDRESSES[1]}) was killed by SIGKILL"
+    assert line_about("killed", both[1]).startswith(killed)
+    (tmp_path / "go").touch()
+    (code, out, err), (code_1, _, _) = finish(*both, seconds=150)
+    assert (code, code_1) == (0, 0), err
+    assert_close(found(out)[1], weights_of_one_process)
+    assert_one_warning(tmp_path, 4)
+
+
+def assert_one_warning(folder: Path, size: int) -> None:
+    """One of all processes says before it trains that anyone may connect to TensorFlow's servers."""
+    texts = [(folder / "logs" / f"rank-{rank}.log").read_text() for rank in range(size)]
+    assert "".join(texts).count("TensorFlow's servers listen on all interfaces") == 1
+    first = texts[0]
+    assert first.index("TensorFlow's servers listen on all interfaces") < first.index("trains"), first
+
+
+@pytest.mark.full
+def test_a_standing_cluster_on_two_hosts(
+    hosts: list[str], commands: Commands, weights_of_one_process: Any, tmp_path: Path
+) -> None:
+    """`keras-dist serve` for each process. Takes a minute: a whole training, so tier full."""
+    places = {"chief": [0], "worker": [0, 1], "ps": [1]}
+    ports = iter(free_ports(4))
+    jobs = {job: [f"{ADDRESSES[host]}:{next(ports)}" for host in places[job]] for job in places}
+    (tmp_path / "cluster.json").write_text(json.dumps(jobs))
+    served = [
+        commands(
+            *on(hosts[host])["within"], *KERAS_DIST, "serve", "--role", job, "--index", str(index), "--cluster",
+            "cluster.json",
+        )
+        for job in ("worker", "ps") for index, host in enumerate(places[job])
+    ]  # fmt: skip
+    (tmp_path / "copy").mkdir()
+    shutil.copy(tmp_path / "cluster.json", tmp_path / "copy")  # as on a machine that does not have the logs
+    source = TRAIN.replace("kd.init()", "kd.init(kd.ParameterServer(cluster='copy/cluster.json'))")
+    code, out, err = finished(commands(*on(hosts[0])["within"], sys.executable, "-c", source), 150)
+    assert code == 0, err
+    assert_close(found(out)[1], weights_of_one_process)
+    elsewhere = ("worker-0", ADDRESSES[0]), ("worker-1", ADDRESSES[1]), ("server-0", ADDRESSES[1])
+    assert f"not shown: {', '.join(f'cluster.{name}.log on {address}' for name, address in elsewhere)}\n" in err
+    for process in served:
+        process.send_signal(signal.SIGINT)
+    assert [code for code, _, _ in finish(*served)] == [130] * 3
 
 
 def test_a_host_that_is_cut_off_is_lost(launch: Start, hosts: list[str], tmp_path: Path) -> None:
@@ -353,6 +445,12 @@ def test_ranks_over_ssh(by_ssh: Start, tmp_path: Path) -> None:
         f"[1] 1 3 1 2 0 1 {ADDRESSES[0]} eth0 False {tmp_path}",
         f"[2] 2 3 0 1 1 2 {ADDRESSES[1]} eth0 False {tmp_path}",
     ]
+
+
+def test_parameter_servers_over_ssh(by_ssh: Start) -> None:
+    code, out, err = finished(by_ssh(TASK, "-H", BOTH, "--workers", "1", "--ps", "1", "--output", "all"))
+    assert (code, err) == (0, "")
+    assert sorted(out.splitlines()) == ["[0] chief 0 of 3", "[1] worker 0 of 3", "[2] ps 0 of 3"]
 
 
 def test_a_rank_over_ssh_that_fails_ends_all(by_ssh: Start) -> None:

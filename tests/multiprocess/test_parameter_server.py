@@ -24,6 +24,7 @@ import pytest
 import tensorflow as tf
 
 import keras_dist as kd
+from keras_dist.backends.parameter_server import logs
 from keras_dist.backends.parameter_server.engine import SyncEngine
 from keras_dist.backends.parameter_server.exchange import Outputs
 from keras_dist.backends.parameter_server.shards import DatasetFunction
@@ -348,6 +349,24 @@ losses = model.fit(x, y, batch_size=8, shuffle=False, epochs=2, verbose=0).histo
 print(json.dumps([losses, len({{v.value.device for v in model.weights}}), model.weights[0].value.device]))
 """
 MODELS = [TRAIN.format(widths=widths) for widths in ([1], [7, 1])]
+TELL = """
+import sys, threading, tensorflow as tf
+class Tell(keras.layers.Layer):
+    def call(self, x):
+        tf.print("a step at", tf.timestamp())
+        return x
+seen, shown, write = set(), threading.Event(), sys.stderr.write
+def note(text):
+    write(text)
+    seen.update(line[:10] for line in text.splitlines() if "a step at" in line)
+    len(seen) == 2 and shown.set()
+sys.stderr.write = note
+model = distribute(keras.Sequential([keras.Input((4,)), Tell(), keras.layers.Dense(1)]))
+model.compile("sgd", "mse")
+model.fit(x, y, batch_size=8, verbose=0)
+assert shown.wait(60), seen
+sys.stderr.flush()
+"""
 ENDLESS = """
 class Tell(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
@@ -368,15 +387,19 @@ def standing(commands: Commands, tmp_path: Path) -> subprocess.Popen[str]:
 
 
 def run_notebook(folder: Path) -> list[list[float]]:
-    """Trains both models in a kernel of its own; returns their losses."""
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in (START, *MODELS)])
+    """Trains both models in a kernel of its own, and one that prints on the workers; returns the losses of the two."""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in (START, *MODELS, TELL)])
     nbclient.NotebookClient(notebook, timeout=SECONDS, resources={"metadata": {"path": str(folder)}}).execute()
     losses = []
-    for cell in notebook.cells[1:]:
+    for cell in notebook.cells[1:-1]:
         (text,) = [output["text"] for output in cell["outputs"] if output.get("name") == "stdout"]
         own, count, device = json.loads(text)
         assert (count, device) == (1, "/job:ps/replica:0/task:0/device:CPU:0")
         losses.append(own)
+    told = "".join(output["text"] for output in notebook.cells[-1]["outputs"] if output.get("name") == "stderr")
+    lines = [line for line in told.splitlines() if "a step at" in line]
+    assert {line.partition("a step at")[0] for line in lines} == {"[worker 0] ", "[worker 1] "}
+    assert len(set(lines)) == len(lines), "a line was shown twice"
     return losses
 
 
@@ -397,6 +420,24 @@ def test_notebooks_train_on_a_standing_cluster(
     standing.send_signal(signal.SIGINT)
     assert standing.wait(END_SECONDS) == 128 + signal.SIGINT
     assert not (tmp_path / "cluster.json").exists()
+
+
+def test_a_log_is_read_once_and_then_that_of_its_successor(tmp_path: Path) -> None:
+    path = logs.log_of(str(tmp_path / "cluster.json"), "worker 0")
+    assert path == tmp_path / "cluster.worker-0.log"
+    path.write_text("of another notebook\n")
+    log = logs.Log("worker 0", path)
+    assert log.new_lines() == []
+    with path.open("a") as file:
+        for text, expected in (("one\ntw", ["one"]), ("", []), ("o\n", ["two"]), ("last words", [])):
+            print(text, end="", file=file, flush=True)
+            assert log.new_lines() == [f"[worker 0] {line}\n" for line in expected]
+        path.unlink()
+        assert log.new_lines() == []
+        path.write_text("three\n")
+        print(" of it", end="", file=file, flush=True)
+        assert log.new_lines() == ["[worker 0] last words of it\n", "[worker 0] three\n"]
+    assert log.new_lines() == []
 
 
 def test_a_file_that_exists_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,9 +14,18 @@ from keras_dist import environment
 from keras_dist.backends import choose
 from keras_dist.environment import Topology, detect_launch, expand_hosts, tasks_per_node
 from keras_dist.errors import ConfigurationError, NotSupportedError
-from keras_dist.launcher.cluster import HorovodCluster, MultiWorkerCluster
+from keras_dist.launcher.cluster import HorovodCluster, MultiWorkerCluster, ParameterServerCluster
 from keras_dist.launcher.job import Outcome, Restarts
-from keras_dist.launcher.nodes import Channel, ChannelError, Node, Told, address_of, interface_of, told_by
+from keras_dist.launcher.nodes import (
+    Channel,
+    ChannelError,
+    Node,
+    Told,
+    address_of,
+    free_ports,
+    interface_of,
+    told_by,
+)
 from keras_dist.launcher.output import Console
 
 NODES = (1, "10.0.0.1", "eth0"), (3, "10.0.0.2", "ib0"), (2, "10.0.0.3", "eth0"), (1, "10.0.0.2", "ib0")
@@ -165,6 +174,12 @@ def test_a_step_that_contradicts_itself_is_refused(changed: dict[str, str], prob
         detect_launch({**TASK, **changed})
 
 
+def test_a_node_without_ranks_needs_no_ports() -> None:
+    """The launcher of `-H` is one."""
+    assert free_ports(0) == []
+    assert len(set(free_ports(3))) == 3
+
+
 def test_an_interface_and_its_address() -> None:
     assert (interface_of("127.0.0.1"), address_of("lo")) == ("lo", "127.0.0.1")
     with pytest.raises(ConfigurationError, match="(?s)no such network interface.*Received: --interface no-such.*lo"):
@@ -297,3 +312,14 @@ def test_python_alone_on_one_of_several_nodes_is_refused(monkeypatch: pytest.Mon
         choose(None)
     monkeypatch.setenv("KERAS_DIST_BACKEND", "serial")
     assert choose(None)[0].name == "serial"
+
+
+def test_what_parameter_servers_are_told() -> None:
+    with ParameterServerCluster(4, {}, nodes(), servers=2) as cluster:
+        told = json.loads(cluster.variables(6)["TF_CONFIG"])
+    hosts = {job: [address.rpartition(":")[0] for address in tasks] for job, tasks in told["cluster"].items()}
+    workers = ["10.0.0.2", "10.0.0.2", "10.0.0.2", "10.0.0.3"]
+    assert hosts == {"chief": ["10.0.0.1"], "worker": workers, "ps": ["10.0.0.3", "10.0.0.2"]}
+    assert told["task"] == {"type": "ps", "index": 1}
+    with pytest.raises(ConfigurationError, match=r"(?s)7 processes on all nodes, for 1 \+ 3 \+ 2.*Leave out -np"):
+        ParameterServerCluster(3, {}, nodes(), servers=2)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import keras
 import tensorflow as tf
 
+from keras_dist.backends.parameter_server import logs
 from keras_dist.backends.parameter_server.cluster import COORDINATOR, SERVER, WORKER, cluster_of, connect, read, serve
 from keras_dist.backends.parameter_server.coordinator import Coordinator, OnWorkers
 from keras_dist.backends.parameter_server.functions import prepare_optimizer
@@ -138,6 +139,8 @@ class ParameterServer(Coordinator):
         if job in (WORKER, SERVER):
             serve(cluster, job, index, seconds)
         connect(cluster, seconds)
+        if path is not None:
+            logs.show(path, cluster.others())
         self._lead(cluster, Workers(cluster, seconds, self._options["hang_seconds"]))
 
     def distribute(self, target: keras.Model | keras.optimizers.Optimizer, options: Options) -> None:

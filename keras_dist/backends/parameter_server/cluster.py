@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import tensorflow as tf
 
 from keras_dist import environment
+from keras_dist.backends.parameter_server import logs
 from keras_dist.comm import watchdog
 from keras_dist.comm.watchdog import answers, listens, only_for_its_network
 from keras_dist.compat import tf_compat
@@ -30,6 +31,11 @@ _REPLACED = (
     "Unable to find a context_id", "unknown device", "remote_handle", "does not exist", "Primary device is not remote",
     "is neither a type of a primitive operation", "Client for target",
 )  # fmt: skip
+
+
+def name_of(job: str, index: int) -> str:
+    """Returns what messages call a task."""
+    return f"{'server' if job == SERVER else job} {index}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +52,9 @@ class Cluster:
     def others(self) -> dict[str, str]:
         """Returns the addresses of all tasks but the coordinator, by name."""
         return {
-            **{f"worker {index}": address for index, address in enumerate(self.workers)},
-            **{f"server {index}": address for index, address in enumerate(self.servers)},
+            name_of(job, index): address
+            for job, addresses in ((WORKER, self.workers), (SERVER, self.servers))
+            for index, address in enumerate(addresses)
         }
 
 
@@ -140,7 +147,7 @@ def serve(cluster: Cluster, job: str, index: int, seconds: float) -> NoReturn:
 
     The coordinator may take so many seconds to arrive.
     """
-    name, address = f"{'server' if job == SERVER else job} {index}", cluster.jobs()[job][index]
+    name, address = name_of(job, index), cluster.jobs()[job][index]
     _prepare_calls(cluster)
     # A step of each worker may wait here for the others: with fewer threads than workers all would wait for ever.
     threads = max(os.cpu_count() or 1, _THREADS_OF_WORKER * len(cluster.workers) + 1)
@@ -164,6 +171,7 @@ def serve(cluster: Cluster, job: str, index: int, seconds: float) -> NoReturn:
 
 def serve_task(path: str, job: str, index: str) -> NoReturn:
     """Serves the next coordinator of a standing cluster: the whole program of one of its processes."""
+    logs.keep(logs.log_of(path, name_of(job, int(index))))
     serve(read(path), job, int(index), float("inf"))
 
 
