@@ -328,6 +328,7 @@ def parse_hosts(text: str) -> list[Host]:
 
 def own_address(hosts: Sequence[Host]) -> str:
     """Returns the IPv4 address of the interface by which this machine reaches the hosts."""
+    address = LOOPBACK
     for name in [host.rpartition("@")[2] for host, _ in hosts if host not in LOCAL]:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:  # sends nothing
             try:
@@ -337,8 +338,10 @@ def own_address(hosts: Sequence[Host]) -> str:
                     "The name of a host has no address, so it is not known by which interface it can reach this one.",
                     f"{name}: {error.strerror or error}", "Name the interface: `--interface eth0`.",
                 ) from error
-            return str(asking.getsockname()[0])
-    return LOOPBACK
+            address = str(asking.getsockname()[0])
+        if not address.startswith("127."):  # as for this machine's own name on Debian
+            break
+    return address
 
 
 @contextlib.contextmanager
