@@ -72,6 +72,17 @@ model = keras.Sequential([keras.Input([8]), keras.layers.Dense(16, "tanh"), kera
 model = kd.distribute(model)
 model.compile(keras.optimizers.Adam(0.01), "mse")
 """
+# What a script of several hosts trains. The chief prints where the ranks are, and the weights.
+TRAIN = f"""
+import json
+{SMALL_MODEL}
+model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+from keras_dist.cluster import current_backend
+place = current_backend().topology
+told = current_backend().all_gather_object("places", [place.rank, place.local_rank, place.local_size])
+if kd.is_chief():
+    print("found:", json.dumps([told, [weight.tolist() for weight in model.get_weights()]]))
+"""
 
 
 def run(
@@ -173,33 +184,62 @@ class Job:
 Start = Callable[..., Job]
 Commands = Callable[..., subprocess.Popen[str]]
 
-# Two hosts: network namespaces with a cable between them.
+# Two hosts: network namespaces with a cable between them, and names of their own.
 ADDRESSES = ("10.77.9.1", "10.77.9.2")
 NETNS = Path("/etc/netns")  # what is in the folder of a namespace stands there for the same file in /etc
+_ENTER = """
+hostname "$0" && for file in "$1"/*; do mount --bind "$file" "/etc/${file##*/}" || exit; done && shift && exec "$@"
+"""
+# `{name}` is the name of the host itself, `{other}` the line of the other one.
+ETC_HOSTS = {
+    "debian": "127.0.0.1 localhost\n127.0.1.1 {name}\n{other}\n",
+    "red hat": "127.0.0.1 localhost\n",
+    "lan": "127.0.0.1 localhost\n{own}\n{other}\n",
+}
 
 
 def ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
+def inside(host: str, *command: str) -> tuple[str, ...]:
+    """Returns the command that runs on one of two hosts. It is that process itself, to which signals can be sent.
+
+    Unlike in `ip netns exec`, the host has its own name, and the control groups are seen, which slurmd needs.
+    """
+    enter = ["nsenter", f"--net=/run/netns/{host}", "unshare", "--uts", "--mount"]
+    return (*enter, "sh", "-c", _ENTER, host, str(NETNS / host), *command)
+
+
 @contextlib.contextmanager
-def two_hosts(names: Sequence[str], etc_hosts: str) -> Iterator[None]:
-    """Makes two namespaces, with this /etc/hosts, and removes them. Skips the test where this is not allowed."""
+def two_hosts(
+    names: Sequence[str], etc_hosts: str, interfaces: Sequence[str] = ("eth0", "eth0"), has_docker: bool = False
+) -> Iterator[None]:
+    """Makes two namespaces, with this /etc/hosts, and removes them. Skips the test where this is not allowed.
+
+    If the hosts have Docker, both have a bridge `docker0` of the same address.
+    """
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("only root, with `ip` (Debian: iproute2), can make network namespaces")
+    own, other = (f"{address} {name}" for address, name in zip(ADDRESSES, names, strict=True))
     try:
         try:
-            for name in names:
+            for name, lines in zip(names, ((own, other), (other, own)), strict=True):
                 ip("netns", "add", name)
                 (NETNS / name).mkdir(parents=True)
-                (NETNS / name / "hosts").write_text(etc_hosts)
-            ip("-n", names[0], "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", names[1])
+                (NETNS / name / "hosts").write_text(etc_hosts.format(name=name, own=lines[0], other=lines[1]))
+            link = ("link", "add", interfaces[0], "type", "veth", "peer", "name", interfaces[1])
+            ip("-n", names[0], *link, "netns", names[1])
         except subprocess.CalledProcessError as error:
             pytest.skip(f"this system lets nobody make network namespaces: {error.stderr.decode().strip()}")
-        for name, address in zip(names, ADDRESSES, strict=True):
-            ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+        for name, address, interface in zip(names, ADDRESSES, interfaces, strict=True):
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", interface)
             ip("-n", name, "link", "set", "lo", "up")
-            ip("-n", name, "link", "set", "eth0", "up")
+            ip("-n", name, "link", "set", interface, "up")
+            if has_docker:
+                ip("-n", name, "link", "add", "docker0", "type", "bridge")
+                ip("-n", name, "addr", "add", "172.17.0.1/16", "dev", "docker0")
+                ip("-n", name, "link", "set", "docker0", "up")
         yield
     finally:
         for name in names:

@@ -70,19 +70,20 @@ class Hosts(NamedTuple):
             ip("-n", NAMES[1], "link", "set", self.interfaces[1], "up")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=["debian"])
 def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
     """Two hosts, by default as Debian makes them: the name of each leads to 127.0.1.1 on the host itself."""
-    kind = getattr(request, "param", "debian")
+    kind = request.param
     with two_hosts(NAMES, ETC_HOSTS[kind], INTERFACES[kind], kind in HAS_DOCKER):
         yield Hosts(ADDRESSES if kind == "red hat" else NAMES, INTERFACES[kind])
 
 
 @pytest.fixture(scope="module")
-def client(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def client(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None]:
     """The configuration of a client that may log in at the sshd of each host; on the hosts, all clients have it."""
     if SSHD is None or shutil.which("ssh") is None:
-        pytest.skip("there is no sshd: apt-get install openssh-server")
+        yield None
+        return
     folder = tmp_path_factory.mktemp("ssh")
     for key in ("host", "user"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)], check=True)
@@ -113,6 +114,13 @@ def client(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
         for daemon in daemons:
             daemon.terminate()
             daemon.wait(10)
+
+
+@pytest.fixture
+def ssh(client: Path | None) -> Path:
+    if client is None:
+        pytest.skip("there is no sshd: apt-get install openssh-server")
+    return client
 
 
 # --- Each launcher ---
@@ -151,14 +159,16 @@ LAUNCHERS = {"nodes": by_nodes, "ssh": by_ssh, "horovodrun": by_horovodrun, "tf-
 
 
 @pytest.fixture
-def launch(hosts: Hosts, commands: Commands, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Start]:
+def launch(
+    hosts: Hosts, client: Path | None, commands: Commands, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Start]:  # fmt: skip
     """Starts a script on both hosts. On the other one, processes may end after the launcher."""
 
     def start(
         launcher: str, source: str, *options: str, sizes: Sequence[int] = (1, 1), **variables: str
     ) -> list[subprocess.Popen[str]]:
         if launcher in ("ssh", "horovodrun"):
-            request.getfixturevalue("client")
+            request.getfixturevalue("ssh")
         job = LAUNCHERS[launcher](hosts, sizes, options, str(script(tmp_path, source)))
         return [commands(*command, **own, **variables) for command, own in job]
 
@@ -315,9 +325,9 @@ BOTH = f"{ADDRESSES[0]}:2,root@{ADDRESSES[1]}:1"
 
 
 @pytest.fixture
-def over_ssh(hosts: Hosts, client: Path, launch: Start, commands: Commands, tmp_path: Path) -> Commands:
+def over_ssh(ssh: Path, launch: Start, commands: Commands, tmp_path: Path) -> Commands:
     """Starts the launcher on the first host."""
-    command = inside(NAMES[0], *RUN, "--ssh", f"ssh -F {client}")
+    command = inside(NAMES[0], *RUN, "--ssh", f"ssh -F {ssh}")
     return lambda source, *options: commands(*command, *options, script(tmp_path, source))
 
 
