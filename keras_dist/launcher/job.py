@@ -224,7 +224,9 @@ class Job:
         if stopped_by is not None:
             self._print(f"keras-dist: stopped by {stopped_by.name}.{had_to_kill}")
             return Outcome(128 + stopped_by, stopped_by=stopped_by)
-        ended, outputs = [end for end in (*ended, *self._standing) if self._is_of_script(end.rank)], self._outputs
+        outputs = self._outputs
+        lost = [end for end in self._ended if outputs[end.rank].fate]  # maybe noticed only when the job was ended
+        ended = [end for end in (*ended, *lost, *self._standing) if self._is_of_script(end.rank)]
         cause = first_cause(ended, self._lost_its_peer, lambda end: named_failed(outputs[end.rank].text()))
         if cause is None:
             return Outcome(0)

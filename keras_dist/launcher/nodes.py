@@ -334,15 +334,18 @@ def parse_hosts(text: str) -> list[Host]:
 
 def own_address(hosts: Sequence[Host]) -> str:
     """Returns the IPv4 address of the interface by which this machine reaches the hosts."""
+    address = LOOPBACK
     for name in [host.rpartition("@")[2] for host, _ in hosts if host not in LOCAL]:
         try:
-            return way_to(name)
+            address = way_to(name)
         except OSError as error:
             raise ConfigurationError(
                 "The name of a host has no address, so it is not known by which interface it can reach this one.",
                 f"{name}: {error.strerror or error}", "Name the interface: `--interface eth0`.",
             ) from error
-    return LOOPBACK
+        if not address.startswith("127."):  # as for this machine's own name on Debian
+            break
+    return address
 
 
 @contextlib.contextmanager

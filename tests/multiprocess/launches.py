@@ -72,6 +72,18 @@ model = keras.Sequential([keras.Input([8]), keras.layers.Dense(16, "tanh"), kera
 model = kd.distribute(model)
 model.compile(keras.optimizers.Adam(0.01), "mse")
 """
+# What a script of several hosts trains. The chief prints where the ranks are, and the weights.
+TRAIN = f"""
+import json, sys
+{SMALL_MODEL}
+print("trains", flush=True)
+model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+from keras_dist.cluster import current_backend
+place = current_backend().topology
+told = current_backend().all_gather_object("places", [place.rank, place.local_rank, place.local_size])
+if kd.is_chief():
+    print("found:", json.dumps([told, [weight.tolist() for weight in model.get_weights()]]))
+"""
 
 
 def run(
@@ -173,22 +185,46 @@ class Job:
 Start = Callable[..., Job]
 Commands = Callable[..., subprocess.Popen[str]]
 
-# Hosts: network namespaces with a switch between them.
+# Hosts: network namespaces with a switch between them, and names of their own.
 NETWORK = "10.77.9"
 ADDRESSES = (f"{NETWORK}.1", f"{NETWORK}.2")
 NETNS = Path("/etc/netns")  # what is in the folder of a namespace stands there for the same file in /etc
+_ENTER = """
+hostname "$0" && for file in "$1"/*; do mount --bind "$file" "/etc/${file##*/}" || exit; done && shift && exec "$@"
+"""
+# `{name}` is the name of the host itself, `{other}` the line of the other one.
+ETC_HOSTS = {
+    "debian": "127.0.0.1 localhost\n127.0.1.1 {name}\n{other}\n",
+    "red hat": "127.0.0.1 localhost\n",
+    "lan": "127.0.0.1 localhost\n{own}\n{other}\n",
+}
 
 
 def ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
+def inside(host: str, *command: str) -> tuple[str, ...]:
+    """Returns the command that runs on one of two hosts. It is that process itself, to which signals can be sent.
+
+    Unlike in `ip netns exec`, the host has its own name, and the control groups are seen, which slurmd needs.
+    """
+    enter = ["nsenter", f"--net=/run/netns/{host}", "unshare", "--uts", "--mount"]
+    return (*enter, "sh", "-c", _ENTER, host, str(NETNS / host), *command)
+
+
 @contextlib.contextmanager
-def hosts_of(names: Sequence[str], etc_hosts: str) -> Iterator[None]:
-    """Makes namespaces, with this /etc/hosts, and removes them. Skips the test where this is not allowed."""
+def hosts_of(
+    names: Sequence[str], etc_hosts: str, interfaces: Sequence[str] = (), has_docker: bool = False
+) -> Iterator[None]:
+    """Makes namespaces, as many as there are names, with this /etc/hosts, and removes them. Skips where it may not.
+
+    If the hosts have Docker, all have a bridge `docker0` of the same address.
+    """
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("only root, with `ip` (Debian: iproute2), can make network namespaces")
-    switch = f"{names[0]}-switch"
+    switch, interfaces = f"{names[0]}-switch", interfaces or ["eth0"] * len(names)
+    lines = [f"{NETWORK}.{number} {name}" for number, name in enumerate(names, 1)]
     try:
         try:
             for name in (switch, *names):
@@ -197,15 +233,19 @@ def hosts_of(names: Sequence[str], etc_hosts: str) -> Iterator[None]:
         except subprocess.CalledProcessError as error:
             pytest.skip(f"this system lets nobody make network namespaces: {error.stderr.decode().strip()}")
         ip("-n", switch, "link", "set", "switch", "up")
-        for number, name in enumerate(names, 1):
+        for number, (name, interface, own) in enumerate(zip(names, interfaces, lines, strict=True), 1):
             (NETNS / name).mkdir(parents=True)
-            (NETNS / name / "hosts").write_text(etc_hosts)
-            cable = ("link", "add", "eth0", "type", "veth", "peer", "name", f"to{number}", "netns", switch)
-            ip("-n", name, *cable)
+            others = "\n".join(line for line in lines if line != own)
+            (NETNS / name / "hosts").write_text(etc_hosts.format(name=name, own=own, other=others))
+            ip("-n", name, "link", "add", interface, "type", "veth", "peer", "name", f"to{number}", "netns", switch)
             ip("-n", switch, "link", "set", f"to{number}", "up", "master", "switch")
-            ip("-n", name, "addr", "add", f"{NETWORK}.{number}/24", "dev", "eth0")
+            ip("-n", name, "addr", "add", f"{NETWORK}.{number}/24", "dev", interface)
             ip("-n", name, "link", "set", "lo", "up")
-            ip("-n", name, "link", "set", "eth0", "up")
+            ip("-n", name, "link", "set", interface, "up")
+            if has_docker:
+                ip("-n", name, "link", "add", "docker0", "type", "bridge")
+                ip("-n", name, "addr", "add", "172.17.0.1/16", "dev", "docker0")
+                ip("-n", name, "link", "set", "docker0", "up")
         yield
     finally:
         for name in (switch, *names):
@@ -213,9 +253,6 @@ def hosts_of(names: Sequence[str], etc_hosts: str) -> Iterator[None]:
             shutil.rmtree(NETNS / name, ignore_errors=True)
         if NETNS.is_dir() and not any(NETNS.iterdir()):
             NETNS.rmdir()
-
-
-two_hosts = hosts_of  # for as many names
 
 
 @contextlib.contextmanager

@@ -13,7 +13,17 @@ import pytest
 import keras_dist as kd
 from keras_dist.launcher.job import WITH_RANKS
 from keras_dist.launcher.nodes import free_ports
-from tests.multiprocess.launches import ADDRESSES, HOROVODRUN, KERAS_DIST, RUN, Commands, finished, two_hosts
+from tests.multiprocess.launches import (
+    ADDRESSES,
+    ETC_HOSTS,
+    HOROVODRUN,
+    KERAS_DIST,
+    RUN,
+    Commands,
+    finished,
+    hosts_of,
+    inside,
+)
 from tests.multiprocess.test_nodes import SECRET
 
 SELFTEST = (*KERAS_DIST, "selftest")
@@ -91,15 +101,16 @@ def test_under_another_launcher(start: Commands) -> None:
 @pytest.mark.full
 def test_two_hosts(start: Commands) -> None:
     names, port = [f"kd{os.getpid()}-self{index}" for index in range(2)], free_ports(1)[0]
-    with two_hosts(names, f"127.0.0.1 localhost\n127.0.1.1 {os.uname().nodename}\n"):
+    with hosts_of(names, ETC_HOSTS["debian"]):
         place = ("--nnodes", "2", "--rendezvous", f"{ADDRESSES[0]}:{port}", "-np", "1")
         both = [
-            start("ip", "netns", "exec", name, *SELFTEST, *place, "--node-rank", str(index), KERAS_DIST_SECRET=SECRET)
+            start(*inside(name, *SELFTEST, *place, "--node-rank", str(index)), KERAS_DIST_SECRET=SECRET)
             for index, name in enumerate(names)
         ]
         (code, lines, err), (code_1, lines_1, err_1) = map(finish, both)
     assert (code, code_1, lines_1) == (0, 0, []), err + err_1
-    check_passed(lines, "horovod", places=", ".join(rf"1 on \S+ \({re.escape(each)}\)" for each in ADDRESSES[:2]))
+    places = (rf"1 on {name} \({re.escape(address)}\)" for name, address in zip(names, ADDRESSES, strict=True))
+    check_passed(lines, "horovod", places=", ".join(places))
 
 
 @pytest.mark.parametrize(

@@ -15,17 +15,18 @@ import pytest
 
 from tests.multiprocess.launches import (
     ADDRESSES,
+    ETC_HOSTS,
     KERAS_DIST,
-    NETNS,
     ROOT,
     SMALL_MODEL,
+    TRAIN,
     assert_close,
     found,
-    two_hosts,
+    hosts_of,
+    inside,
     until,
 )
 from tests.multiprocess.launches import RUN as OURS
-from tests.multiprocess.test_nodes import TRAIN
 
 PROGRAMS = ("slurmctld", "slurmd", "srun", "munged", "munge")
 PATH = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}:/usr/sbin"
@@ -37,8 +38,6 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can start slurmd, and make network namespaces"),
 ]
 NAMES = ("kdslurm0", "kdslurm1")
-# `ip netns exec` would hide the control groups, which slurmd needs.
-ENTER = 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && exec "$@"'
 CONF = """\
 ClusterName=keras_dist
 SlurmctldHost={first}
@@ -64,11 +63,9 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def on(index: int, *command: str) -> list[str]:
+def on(index: int, *command: str) -> tuple[str, ...]:
     """Returns the command that runs on one of the hosts."""
-    name = NAMES[index]
-    network = ["nsenter", f"--net=/run/netns/{name}", "unshare", "--uts", "--mount"]
-    return [*network, "sh", "-c", ENTER, name, str(NETNS / name / "hosts"), *command]
+    return inside(NAMES[index], *command)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +90,6 @@ def slurm(munge: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
     conf = folder / "slurm.conf"
     (folder / "state").mkdir()
     conf.write_text(CONF.format(first=NAMES[0], second=NAMES[1], folder=folder))
-    names = "".join(f"{address} {name}\n" for name, address in zip(NAMES, ADDRESSES, strict=True))
     environ = {**os.environ, "PATH": PATH, "SLURM_CONF": str(conf)}
 
     def run(*command: str) -> subprocess.CompletedProcess[str]:
@@ -102,7 +98,7 @@ def slurm(munge: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
             timeout=200,
         )  # fmt: skip
 
-    with two_hosts(NAMES, f"127.0.0.1 localhost\n{names}"):
+    with hosts_of(NAMES, ETC_HOSTS["lan"]):
         daemons = []
         try:
             for index, program in ((0, "slurmctld"), (0, "slurmd"), (1, "slurmd")):
