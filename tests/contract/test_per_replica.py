@@ -231,8 +231,8 @@ def test_refuses_other_options(distribute: Any) -> Numbers:
         ("Use one of 'global', 'per_replica'", mlp(), {"batch": "local"}),
         ("Use one of 'linear', 'sqrt', or None", mlp(), {"scale_learning_rate": "square"}),
         ("The option `batch` is for models only", keras.optimizers.SGD(), {"batch": "per_replica"}),
-        ("put several calls of kd.run into one tf", keras.optimizers.SGD(), {"steps_per_execution": "auto"}),
-        ("(?s)steps_per_execution=8.*'auto'", mlp(), {"steps_per_execution": 8}),
+        ("put several calls of kd.run into one tf", keras.optimizers.SGD(), {"tune": True}),
+        ("(?s)tune=8.*Use one of True, False", mlp(), {"tune": 8}),
     ):
         with pytest.raises(kd.ConfigurationError, match=words):
             kd.distribute(target, **options)
