@@ -298,11 +298,11 @@ def free_ports(count: int) -> list[int]:
     candidates = range(lowest // 2, lowest) if lowest > 4096 else range(49152, 65536)
     ports: list[int] = []
     for port in random.SystemRandom().sample(candidates, len(candidates)):
+        if len(ports) == count:
+            break
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))  # TensorFlow listens on all interfaces
             ports.append(port)
-        if len(ports) == count:
-            break
     return ports
 
 
