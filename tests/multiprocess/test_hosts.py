@@ -69,6 +69,13 @@ class Hosts(NamedTuple):
             yield
         finally:
             ip("-n", NAMES[1], "link", "set", self.interfaces[1], "up")
+            until(_are_connected)
+
+
+def _are_connected() -> bool:
+    """False for some seconds after the cable is back: the kernel says `No route to host` until it asks again."""
+    program = "import errno, socket, sys; sys.exit(socket.socket().connect_ex((sys.argv[1], 9)) != errno.ECONNREFUSED)"
+    return subprocess.run(inside(NAMES[0], sys.executable, "-c", program, ADDRESSES[1])).returncode == 0
 
 
 @pytest.fixture(scope="module", params=["debian"])
