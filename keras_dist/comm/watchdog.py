@@ -95,7 +95,9 @@ class FailureReports:
 
     def missing(self) -> str:
         """Returns which ranks have ended, or have shown no life for a while; an empty text if none is known to."""
-        if self._get(f"life_{self._topology.rank}") is None:
+        asks = f"asks_{self._topology.rank}"
+        self._put(asks, "1")
+        if self._get(asks) is None:
             return "; its launcher does not answer any more (it has ended, or one of the machines is cut off)"
         if exited := [rank for rank in self._others if self.has_exited(rank)]:
             return "".join(f"; rank {rank} has ended without an error" for rank in exited)
