@@ -303,8 +303,9 @@ class Tuning(keras.callbacks.Callback):
         # The functions for what was tried exist already.
         steps = self._epoch_iterator.num_batches
         self._number = self._agreed(self._tried if 1 < needed <= self._tried else evenly(needed, steps))
+        steps_of_one = "1 step" if self._number == 1 else f"{self._number} steps"
         self._announce(
-            f"{self._number} steps in one execution. A step took {1000 * alone:.2f} ms alone, and "
+            f"{steps_of_one} in one execution. A step took {1000 * alone:.2f} ms alone, and "
             f"{1000 * together:.2f} ms among {self._tried}"
         )
 

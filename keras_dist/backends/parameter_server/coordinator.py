@@ -5,6 +5,7 @@ A variable goes to the least loaded server. An optimizer's slots are beside thei
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -55,9 +56,11 @@ class Placement:
     def at_home(self, variables: Sequence[Any]) -> Iterator[None]:
         """While this is entered, copies of variables are here, where TensorFlow writes a file."""
         away = [(variable, keras_model.backing(variable)) for variable in variables]
-        for variable, value in away:
+        with concurrent.futures.ThreadPoolExecutor() as pool:  # several come at the same time
+            copies = list(pool.map(_read_here, [value for _, value in away]))
+        for (variable, value), copied in zip(away, copies, strict=True):
             with tf.init_scope(), tf.device(HERE):
-                copied, aggregation = value.read_value(), value.aggregation
+                aggregation = value.aggregation
                 here = tf.Variable(copied, trainable=value.trainable, name=variable.name, aggregation=aggregation)
             tf_compat.copy_identity(here, of=value)
             keras_model.set_backing(variable, here)
@@ -79,6 +82,11 @@ class Placement:
         tf_compat.copy_identity(new, of=old)
         keras_model.set_backing(variable, new)
         logger().debug("variable %s is on %s", variable.path, server)
+
+
+def _read_here(variable: tf.Variable) -> tf.Tensor:
+    with tf.device(HERE):
+        return variable.read_value()
 
 
 def _beside_reference(plain: Callable[..., Any]) -> Callable[..., Any]:
