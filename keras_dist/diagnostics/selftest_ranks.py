@@ -6,7 +6,6 @@ Beside the sums, plain TCP connections between the ranks measure what their netw
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import platform
 import select
 import socket
@@ -21,8 +20,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist import api, cluster, environment
+from keras_dist import __version__, api, cluster, environment
 from keras_dist.comm.backend import Backend
+from keras_dist.diagnostics.env import installed_version
 from keras_dist.errors import ConfigurationError
 from keras_dist.launcher.nodes import LOOPBACK
 
@@ -136,19 +136,13 @@ def main() -> int:
 def _ranks(backend: Backend) -> str:
     places = backend.all_gather_object(_CALL, f"{socket.gethostname()} ({_own_address(backend)})")
     placed = ", ".join(f"{count} on {place}" for place, count in Counter(places).items())
-    names = ("keras-dist", "keras", "tensorflow", "horovod")
-    versions = " ".join(f"{name} {found}" for name in names if (found := _version(name)))
+    versions = f"keras-dist {__version__} keras {keras.__version__} tensorflow {tf.__version__}"
+    if (of_horovod := installed_version("horovod")) is not None:
+        versions += f" horovod {of_horovod}"
     return (
         f"{versions}, Python {platform.python_version()}, {platform.platform()}\n"
         f"{backend.topology.size} have joined, {placed}; {backend.name}, {backend.describe_devices()}"
     )
-
-
-def _version(package: str) -> str | None:
-    modules = importlib.metadata.packages_distributions()
-    for name in modules.get(package.replace("-", "_"), ()):
-        return importlib.metadata.version(name)
-    return None
 
 
 def _sums(backend: Backend) -> str:
