@@ -257,7 +257,7 @@ def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
             stack.enter_context(attached(part, "assign", lambda variable, value: None))
         stack.enter_context(tf.init_scope())
         stack.enter_context(keras_model.outside_stateless_scope())
-        optimizer.build(variables)
+        optimizer.build(list(variables))
 
 
 def build_at_once(optimizer: Any, variables: Sequence[Any] | None) -> bool:
