@@ -20,7 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist import __version__, api, cluster, environment
+from keras_dist import api, cluster, environment
 from keras_dist.comm.backend import Backend
 from keras_dist.diagnostics.env import installed_version
 from keras_dist.errors import ConfigurationError
@@ -136,8 +136,9 @@ def main() -> int:
 def _ranks(backend: Backend) -> str:
     places = backend.all_gather_object(_CALL, f"{socket.gethostname()} ({_own_address(backend)})")
     placed = ", ".join(f"{count} on {place}" for place, count in Counter(places).items())
-    versions = f"keras-dist {__version__} keras {keras.__version__} tensorflow {tf.__version__}"
-    if (of_horovod := installed_version("horovod")) is not None:
+    own, of_horovod = installed_version("keras_dist"), installed_version("horovod")
+    versions = f"keras-dist {own} keras {keras.__version__} tensorflow {tf.__version__}"
+    if of_horovod is not None:
         versions += f" horovod {of_horovod}"
     return (
         f"{versions}, Python {platform.python_version()}, {platform.platform()}\n"
