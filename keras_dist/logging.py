@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import logging
 import sys
 import termios
@@ -64,3 +65,8 @@ def set_up(rank: int) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"keras_dist [{rank}] %(levelname)s: %(message)s"))
     log.addHandler(handler)
+
+
+@functools.cache
+def announce_once(line: str) -> None:
+    announce(line)

@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend import set_keras_mask
+from keras.src.backend.common.global_state import get_global_attribute
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from keras_dist.compat import keras_model
@@ -41,6 +42,22 @@ def own_state(model: keras.Model) -> list[Any]:
     ignored = {id(variable) for variable in model.metrics_variables} | _of_normalizations(model)
     ignored |= {id(generator.state) for generator in seed_generators(model)}
     return [variable for variable in model.non_trainable_variables if id(variable) not in ignored]
+
+
+@contextlib.contextmanager
+def assigned_by_script(observe: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Calls `observe(variable, value)` before what the user's code assigns: no optimizer, no normalization."""
+    plain = keras.Variable.assign
+
+    def assign(variable: Any, value: Any) -> Any:
+        callers = [scope.caller for scope in get_global_attribute("name_scope_stack") or ()]
+        is_kerass = isinstance(callers[-1] if callers else None, _NORMALIZATIONS)
+        if not is_kerass and not any(isinstance(caller, keras.Optimizer) for caller in callers):
+            observe(variable, value)
+        return plain(variable, value)
+
+    with patched(keras.Variable, assign=assign):
+        yield
 
 
 def _of_normalizations(layer: Any) -> set[int]:

@@ -18,7 +18,7 @@ from tensorflow.python.autograph.impl import api as autograph
 from tensorflow.python.distribute import distribute_lib, values
 from tensorflow.python.eager import context, executor
 from tensorflow.python.framework import errors, ops
-from tensorflow.python.ops import resource_variable_ops
+from tensorflow.python.ops import array_ops, resource_variable_ops
 
 
 @contextlib.contextmanager
@@ -32,6 +32,20 @@ def patched(owner: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in plain.items():
             setattr(owner, name, value)
+
+
+@contextlib.contextmanager
+def noted_lookups(note: Callable[[Any], object]) -> Iterator[None]:
+    """Calls `note(ids)` with the distinct ids of each `tf.nn.embedding_lookup_sparse`, in this context."""
+    plain = array_ops.unique
+
+    def unique(*args: Any, **kwargs: Any) -> Any:
+        found = plain(*args, **kwargs)
+        note(found[0])
+        return found
+
+    with patched(array_ops, unique=unique):
+        yield
 
 
 _Value = TypeVar("_Value")

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
@@ -28,7 +29,7 @@ from keras_dist.compat import keras_model, tf_compat, tf_graphs
 from keras_dist.compat.keras_model import CLIP_GRADIENTS, accumulators, attach, attached, plain_apply
 from keras_dist.data.pipeline import fold
 from keras_dist.errors import ConfigurationError, NotSupportedError
-from keras_dist.logging import logger
+from keras_dist.logging import announce_once, logger
 from keras_dist.step import step as step_module
 from keras_dist.step.dependence import StepProof
 from keras_dist.step.step import ConsistencyCheck, Step
@@ -126,22 +127,41 @@ def add_rows(gradient: Any, shares: Any, lookup: Any, examples: Any = None) -> A
         indices, places = tf.unique(gradient.indices)
         values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(indices))
         return tf.IndexedSlices(values, indices, gradient.dense_shape)
-    # An eager tensor does not tell where it is from: there the same ids in every share count as a lookup of positions.
+    # An eager tensor does not tell where it is from: the same ids in every share count as a lookup of positions.
     if hasattr(lookup.indices, "graph") and not StepProof([]).is_constant(lookup.indices):
         return gradient
     indices = gradient.indices
-    rows = None if tf.executing_eagerly() else indices.shape[0]
-    if rows is not None:  # on a TPU: one program for all cores, and all shapes are fixed
-        own, number = tf_graphs.constant_of(lookup.indices), None if examples is None else tf.get_static_value(examples)
+    is_eager, number = tf.executing_eagerly(), None if examples is None else tf.get_static_value(examples)
+    if number == 1 and not is_eager and _has_rows(lookup.indices):
+        _tell_positions("with one example on each replica")
+    if not is_eager and (rows := indices.shape[0]) is not None:  # on a TPU: one program for all, and all shapes are fixed
+        own = tf_graphs.constant_of(lookup.indices)
         with tf.init_scope():
             is_tiled = own is not None and number is not None and bool(_is_tiled(tf.constant(own), number))
         parts: Any = shares if rows % shares == 0 and not is_tiled else 1
     else:
         is_tiled = _is_tiled(lookup.indices, 1 if examples is None else examples)
         parts = tf.where(_are_repeated(indices, shares) & ~is_tiled, shares, 1)
+        if is_eager and parts > 1:
+            _tell_positions("in a step that runs eagerly")
     values = tf.reshape(gradient.values, tf.concat([[parts, -1], tf.shape(gradient.values)[1:]], 0))
     values = tf.ensure_shape(tf.reduce_sum(values, 0), [None, *gradient.values.shape[1:]])
     return tf.IndexedSlices(values, tf.reshape(indices, [parts, -1])[0], gradient.dense_shape)
+
+
+def _has_rows(indices: Any) -> bool:
+    """True if ids were looked up in one row, which may be that of an example."""
+    ids = indices.op.inputs[0] if indices.op.type == "Reshape" else indices
+    return ids.shape.rank is not None and ids.shape.rank > 1 and ids.shape[0] == 1
+
+
+def _tell_positions(when: str) -> None:
+    step = step_module.current()
+    if step is not None and isinstance(step.replica, int) and step.replica == 0:
+        announce_once(
+            "keras_dist: the same rows of a table were looked up on all replicas, so they count as looked up once for "
+            f"the whole batch, as positions are. Nothing tells whether they are those of each example {when}."
+        )
 
 
 def _is_tiled(indices: Any, examples: Any) -> Any:
@@ -159,6 +179,9 @@ def _are_repeated(indices: Any, times: Any) -> Any:
 
 def _is_unique(tensor: Any) -> bool:
     """True if a lookup has each index once, as in `tf.nn.embedding_lookup_sparse`: so have layers of sparse inputs."""
+    if not hasattr(tensor, "graph"):
+        step = step_module.current()
+        return step is not None and any(np.array_equal(np.sort(tensor), np.sort(ids)) for ids in step.looked_up)
     arguments: dict[int, Any] = {}  # of functions that XLA compiles
     while hasattr(tensor, "graph"):
         if (inside := tf_graphs.inside_call(tensor)) is not None:

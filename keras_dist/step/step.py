@@ -95,6 +95,7 @@ class Step:
     is_plain: bool = False  # a step on the whole batch in this process: nothing is exchanged, see `trial.py`
     # Gets for each update the optimizer, the gradients of the whole batch, and the variables or `None`.
     applied: list[Any] | None = None
+    looked_up: list[Any] = dataclasses.field(default_factory=list)  # eagerly: distinct ids of lookups by sparse inputs
     has_gathered: bool = False  # `kd.gather` was called, so that tensors may have the rows of all shares
 
     @classmethod

@@ -30,13 +30,14 @@ import keras
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_layers, keras_losses, keras_model, keras_random, keras_strategy, tf_graphs
+from keras_dist.compat import keras_layers, keras_losses, keras_model, keras_random, keras_strategy, tf_compat
+from keras_dist.compat import tf_graphs
 from keras_dist.compat.keras_layers import Outside
 from keras_dist.compat.keras_model import attached, attached_to
 from keras_dist.compat.keras_random import layers_that_mix_examples
 from keras_dist.data.shares import static_length
 from keras_dist.errors import NotSupportedError
-from keras_dist.logging import logger
+from keras_dist.logging import announce_once, logger
 from keras_dist.step import losses
 from keras_dist.step import step as step_module
 from keras_dist.step.dependence import Arguments, Proof, has_rows, same_length, traced
@@ -361,7 +362,31 @@ def whole_batch(
             for variable in keras_layers.own_state(model):
                 stack.enter_context(attached(variable, "assign", functools.partial(_assign, variable, variable.assign)))
             stack.enter_context(compiled_layers(model, backend.topology.is_chief))
+        elif backend.topology.is_chief:
+            stack.enter_context(keras_layers.assigned_by_script(_tell_averaged))
+        if tf.executing_eagerly():
+            stack.enter_context(tf_compat.noted_lookups(_note_lookup))
         yield
+
+
+def _note_lookup(ids: Any) -> None:
+    if (step := step_module.current()) is not None:
+        step.looked_up.append(ids)
+
+
+def _tell_averaged(variable: Any, value: Any) -> None:
+    """Tells of state in a loop of the script's own that is combined though nobody said how."""
+    step = step_module.current()
+    if step is None or variable.aggregation in COMBINED or variable.trainable or keras_random.is_seed(variable):
+        return
+    is_unknown = tf.executing_eagerly() or step.data is None
+    if is_unknown or (_depends_on(step, value := tf.convert_to_tensor(value)) and not _counts(step, value)):
+        how = "averaged over" if keras_strategy.is_float(variable) else "taken from the first of"
+        announce_once(
+            f"keras_dist: a step of kd.run assigns the variable {variable.path!r}, which has no aggregation: what "
+            f"the replicas assign is {how} the replicas. If it depends on their shares, create it with "
+            "aggregation='sum' or 'mean', or compute it from kd.gather(...)."
+        )
 
 
 def agree_on_condition(backend: Backend, condition: Any) -> Any:

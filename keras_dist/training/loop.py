@@ -195,6 +195,7 @@ class RankLoop(Loop, Verified):
         # The variables: a tf.function that an eager step calls is traced once, and reads them each time.
         step = Step(self._count, self._total, self._fingerprint, replica=self._backend.topology.rank)
         step.applied = self._applied
+        step.data = next((arg.data for arg in args if isinstance(arg, Share)), None)
         args = tuple(examples_of(arg) if isinstance(arg, Share) else arg for arg in args)
         if self.exact:
             args = placed(self._backend, step, args)

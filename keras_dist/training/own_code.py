@@ -93,7 +93,9 @@ _ROWS = 2  # of each replica; the first one has one more
 
 
 def is_in_step(model: keras.Model, kind: str) -> bool:
-    """True if a step of a model, of the kind `"train"` or `"test"`, runs code that is not Keras's own."""
+    """True if a step of a model, of the kind `"train"` or `"test"`, runs code that is not Keras's own, or eagerly."""
+    if model.run_eagerly:  # there is no graph to read anything from
+        return True
     methods = (f"{kind}_step", "compute_loss", "compute_metrics")
     if any(keras_fit.is_overridden(model, method) for method in methods):
         return True

@@ -55,6 +55,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "exact-rnn-cell": "The step assigns a variable inside `tf.cond`, `tf.while_loop`",
         "evaluate-layer-state": "a layer can't change its state in `evaluate` and `predict`",
         "fit-own-train-function": _OWN_FUNCTION, "fit-spectral-normalization": _ASSIGNED,
+        "data-sparse-eagerly": "a step that runs eagerly can't add what the workers compute of sparse inputs",
     },
     "tpu": {
         "fit-own-train-function": _OWN_FUNCTION,
@@ -91,7 +92,7 @@ REFUSED: dict[str, dict[str, str]] = {
         ),
         **dict.fromkeys(("train-on-batch", "test-on-batch", "loop-shard-function"), "A TPU needs batches of one size."),
         **dict.fromkeys(
-            ("exact-run-eagerly", "fit-embedding-eagerly", "fit-run-eagerly", "fit-steps-per-execution-eagerly",
+            ("data-sparse-eagerly", "exact-run-eagerly", "fit-embedding-eagerly", "fit-run-eagerly", "fit-steps-per-execution-eagerly",
              "loss-add-loss-eagerly",
                 "verify-run-eagerly",),
             "A TPU runs whole steps, which must be traced.",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +16,7 @@ import tensorflow as tf
 
 import keras_dist as kd
 from keras_dist.data.shares import Share, Shares
+from keras_dist.logging import announce_once
 from tests.contract.harness import Numbers, contract, same
 from tests.contract.parts import (
     BATCH,
@@ -26,6 +30,7 @@ from tests.contract.parts import (
     mlp,
     numbers,
     of_pipeline,
+    stack,
 )
 from tests.contract.test_api import refused
 from tests.contract.test_training import Subclassed
@@ -178,6 +183,42 @@ def test_loop_sum(distribute: Any) -> Numbers:
 
     data = shard(dataset())
     return {"eager": [*map(add_up, data)], "traced": [tf.function(add_up)(batch) for batch in data]}
+
+
+class Running(keras.layers.Layer):
+    """Keeps a mean of what it has seen, and counts its calls."""
+
+    def build(self, shape: Any) -> None:
+        self.seen = self.add_weight(shape=shape[1:], initializer="zeros", trainable=False, name="seen")
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, name="calls")
+
+    def call(self, x: Any) -> Any:
+        self.seen.assign(0.9 * self.seen + 0.1 * tf.reduce_mean(x, 0))
+        self.calls.assign_add(1.0)
+        return x
+
+
+# `make test` has it on horovod; without it nothing says that nobody knows how to combine the state of a loop.
+@contract(
+    "loop-own-state", also=("mirrored-2",), covered_by=("loop-eager",),
+    of=("serial", "horovod", "multi_worker", "mirrored", "central_storage", "parameter_server"),
+)  # fmt: skip
+def test_loop_own_state(distribute: Any) -> Numbers:
+    """State without an `aggregation` is the mean over the examples, which is right here, and a line says so."""
+    lines = {}
+    results: Numbers = {}
+    for kind in ("traced", "eager"):
+        announce_once.cache_clear()
+        keras.utils.set_random_seed(1)
+        model = stack(Running(name="running"), keras.layers.Dense(1))
+        with contextlib.redirect_stderr(io.StringIO()) as errors:
+            loop = Loop(distribute, model=model)
+            results[kind] = loop.train(distribute, dataset(), is_eager=kind == "eager")
+        lines[kind] = re.findall("assigns the variable '.*(running.*?)', which has no aggregation: .* averaged", errors.getvalue())
+    is_told = distribute is kd.distribute and kd.is_chief() and kd.num_replicas() > 1
+    assert lines["traced"] == ["running/seen"] * is_told
+    assert lines["eager"] == ["running/seen", "running/calls"] * is_told  # without a graph nothing is proven
+    return results
 
 
 @contract("loop-unbuilt", covered_by=("loop-eager",))

@@ -308,11 +308,21 @@ def trained_bag(distribute: Any) -> Numbers:
     return fitted(compiled(distribute, keras.optimizers.Adam(0.01), model=model), 1 + (x[:, :3] > 0) * np.arange(3), y)
 
 
+def sparse_data() -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices((tf.sparse.from_dense(thinned()), numbers()[1])).batch(BATCH)
+
+
 @contract("data-sparse")
 def test_sparse(distribute: Any) -> Numbers:
-    data = tf.data.Dataset.from_tensor_slices((tf.sparse.from_dense(thinned()), numbers()[1])).batch(BATCH)
     model = compiled(distribute, keras.optimizers.Adam(0.01), model=sparse_model())  # it squares rows
-    return {**used(model, data), "bag": trained_bag(distribute)}
+    return {**used(model, sparse_data()), "bag": trained_bag(distribute)}
+
+
+# An eager tensor does not tell that it has each index once.
+@contract("data-sparse-eagerly", also=("mirrored-2",), covered_by=("data-sparse", "fit-embedding-eagerly"))
+def test_sparse_eagerly(distribute: Any) -> Numbers:
+    model = compiled(distribute, keras.optimizers.Adam(0.01), model=sparse_model(), run_eagerly=True)
+    return fitted(model, sparse_data())
 
 
 @contract("data-scipy-sparse", covered_by=("data-ragged", "data-sparse"))

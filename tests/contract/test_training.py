@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -13,6 +15,7 @@ import tensorflow as tf
 from keras import layers
 
 import keras_dist as kd
+from keras_dist.logging import announce_once
 from keras_dist.training import options
 from tests.contract.harness import FLOAT32, NOT_TPU, Numbers, asking, contract, same
 from tests.contract.parts import (
@@ -316,6 +319,30 @@ contract("fit-embedding-positions", sizes=(3,), covered_by=("fit-embedding-eager
         distribute, keras.optimizers.Adam(0.01, global_clipnorm=0.05), positions_model(), batch_size=COUNT - 1
     )
 )
+
+
+class TiledPositions(layers.Layer):
+    def build(self, shape: Any) -> None:
+        self.table = layers.Embedding(8, 2)
+
+    def call(self, ids: Any) -> Any:
+        return self.table(tf.tile(tf.range(tf.shape(ids)[1])[None], [tf.shape(ids)[0], 1]))
+
+
+@contract(
+    "fit-embedding-tiled", of=("serial", "horovod", "multi_worker", "mirrored", "central_storage"),
+    covered_by=("fit-embedding-positions",),
+)  # fmt: skip
+def test_fit_embedding_tiled(distribute: Any) -> Numbers:
+    """With one example on each replica a line says that it can't be told; a plain descent is right in any case."""
+    announce_once.cache_clear()
+    model = keras.Sequential([keras.Input([None], dtype="int32"), TiledPositions(), layers.Dense(1)])
+    data = tf.data.Dataset.from_tensor_slices(tokens()).batch(2, drop_remainder=True)
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        results = fitted(compiled(distribute, keras.optimizers.SGD(0.1), model=model), data)
+    is_told = "they are those of each example with one example on each replica" in errors.getvalue()
+    assert is_told == (distribute is kd.distribute and kd.is_chief() and kd.num_replicas() == 2)
+    return results
 
 
 # --- Normalization and regularization ---

@@ -260,6 +260,12 @@ class Functions:
         recorder = Recorder(self._given(seeds), trained, self._phases[:phase], known.kept)
         with self._in_step(step, "train"), recorder:
             logs = self._logs_of("train", step.data)
+        if step.looked_up:
+            raise NotSupportedError(
+                "With parameter servers a step that runs eagerly can't add what the workers compute of sparse inputs.",
+                "run_eagerly=True, and a sparse tensor that a layer multiplies or looks up",
+                "Leave run_eagerly=True out of `compile`, or pass dense inputs: tf.sparse.to_dense(x).",
+            )
         self._phases[phase:] = [recorder.phase]
         self._statistics, self._whole = self._assigned(recorder), recorder.whole
         outputs = self._outputs(recorder, logs)
