@@ -134,7 +134,7 @@ def add_rows(gradient: Any, shares: Any, lookup: Any, examples: Any = None) -> A
     is_eager, number = tf.executing_eagerly(), None if examples is None else tf.get_static_value(examples)
     if number == 1 and not is_eager and _has_rows(lookup.indices):
         _tell_positions("with one example on each replica")
-    if not is_eager and (rows := indices.shape[0]) is not None:  # on a TPU: one program for all, and all shapes are fixed
+    if not is_eager and (rows := indices.shape[0]) is not None:  # a TPU has one program for all, of fixed shapes
         own = tf_graphs.constant_of(lookup.indices)
         with tf.init_scope():
             is_tiled = own is not None and number is not None and bool(_is_tiled(tf.constant(own), number))

@@ -30,8 +30,15 @@ import keras
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_layers, keras_losses, keras_model, keras_random, keras_strategy, tf_compat
-from keras_dist.compat import tf_graphs
+from keras_dist.compat import (
+    keras_layers,
+    keras_losses,
+    keras_model,
+    keras_random,
+    keras_strategy,
+    tf_compat,
+    tf_graphs,
+)
 from keras_dist.compat.keras_layers import Outside
 from keras_dist.compat.keras_model import attached, attached_to
 from keras_dist.compat.keras_random import layers_that_mix_examples

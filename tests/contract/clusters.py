@@ -92,9 +92,8 @@ REFUSED: dict[str, dict[str, str]] = {
         ),
         **dict.fromkeys(("train-on-batch", "test-on-batch", "loop-shard-function"), "A TPU needs batches of one size."),
         **dict.fromkeys(
-            ("data-sparse-eagerly", "exact-run-eagerly", "fit-embedding-eagerly", "fit-run-eagerly", "fit-steps-per-execution-eagerly",
-             "loss-add-loss-eagerly",
-                "verify-run-eagerly",),
+            ("data-sparse-eagerly", "exact-run-eagerly", "fit-embedding-eagerly", "fit-run-eagerly",
+             "fit-steps-per-execution-eagerly", "loss-add-loss-eagerly", "verify-run-eagerly"),
             "A TPU runs whole steps, which must be traced.",
         ),
         "exact-mixing": _NOT_FILLED,

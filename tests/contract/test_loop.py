@@ -198,7 +198,7 @@ class Running(keras.layers.Layer):
         return x
 
 
-# `make test` has it on horovod; without it nothing says that nobody knows how to combine the state of a loop.
+# `make test` has it on mirrored; without it nothing says that nobody knows how to combine the state of a loop.
 @contract(
     "loop-own-state", also=("mirrored-2",), covered_by=("loop-eager",),
     of=("serial", "horovod", "multi_worker", "mirrored", "central_storage", "parameter_server"),
@@ -214,7 +214,8 @@ def test_loop_own_state(distribute: Any) -> Numbers:
         with contextlib.redirect_stderr(io.StringIO()) as errors:
             loop = Loop(distribute, model=model)
             results[kind] = loop.train(distribute, dataset(), is_eager=kind == "eager")
-        lines[kind] = re.findall("assigns the variable '.*(running.*?)', which has no aggregation: .* averaged", errors.getvalue())
+        told = "assigns the variable '.*(running.*?)', which has no aggregation: .* averaged"
+        lines[kind] = re.findall(told, errors.getvalue())
     is_told = distribute is kd.distribute and kd.is_chief() and kd.num_replicas() > 1
     assert lines["traced"] == ["running/seen"] * is_told
     assert lines["eager"] == ["running/seen", "running/calls"] * is_told  # without a graph nothing is proven

@@ -331,7 +331,7 @@ class TiledPositions(layers.Layer):
 
 @contract(
     "fit-embedding-tiled", of=("serial", "horovod", "multi_worker", "mirrored", "central_storage"),
-    covered_by=("fit-embedding-positions",),
+    covered_by=("fit-embedding-eagerly",),
 )  # fmt: skip
 def test_fit_embedding_tiled(distribute: Any) -> Numbers:
     """With one example on each replica a line says that it can't be told; a plain descent is right in any case."""
