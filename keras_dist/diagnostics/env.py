@@ -17,7 +17,6 @@ import platform
 import re
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -27,6 +26,7 @@ from keras_dist import environment
 from keras_dist.backends import backend_class, choose
 from keras_dist.errors import ConfigurationError
 from keras_dist.launcher.nodes import ipv4_of
+from keras_dist.launcher.processes import output_of
 
 
 def installed_version(distribution: str) -> str | None:
@@ -53,6 +53,7 @@ _PACKAGES = (
     "keras", "horovod", "numpy", "tensorflow-datasets",
 )  # fmt: skip
 _PROBE_SECONDS = 120.0
+_MARK = "probed: "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -119,31 +120,18 @@ def _text(value: Any) -> str:
 def _probe() -> dict[str, Any]:
     """Returns what another process finds by importing TensorFlow, Horovod and the backends."""
     command = [sys.executable, "-c", "from keras_dist.diagnostics.env import print_probed; print_probed()"]
-    output, failure = _output_of(command, _PROBE_SECONDS)
+    output, failure = output_of(command, {**environment.current(), "TF_CPP_MIN_LOG_LEVEL": "3"}, _PROBE_SECONDS)
     if not failure:
-        return dict(json.loads(output.splitlines()[-1]))
-    return dict.fromkeys(_PROBED, {"error": f"TensorFlow or Keras can't be imported ({failure})"})
-
-
-def _output_of(command: list[str], seconds: float) -> tuple[str, str]:
-    """Returns what a program prints, and why it has failed, `""` if it has not."""
-    environ = {**environment.current(), "TF_CPP_MIN_LOG_LEVEL": "3"}
-    options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "errors": "replace"}
-    try:
-        done = subprocess.run(command, env=environ, timeout=seconds, **options)
-    except subprocess.TimeoutExpired:
-        return "", f"no answer within {seconds:g} s"
-    except OSError as error:
-        return "", str(error)
-    last = (done.stderr.splitlines() or ["no output"])[-1]
-    return done.stdout, f"exit code {done.returncode}: {last}" if done.returncode else ""
+        return dict(json.loads(output.rpartition(_MARK)[2].splitlines()[0]))
+    why = ": ".join([failure, *output.splitlines()[-1:]])
+    return dict.fromkeys(_PROBED, {"error": f"TensorFlow or Keras can't be imported ({why})"})
 
 
 def _mpi() -> str | None:
     """Returns what `mpirun` says that it is, `None` if there is none."""
     if (mpirun := shutil.which("mpirun")) is None:
         return None
-    output, failure = _output_of([mpirun, "--version"], 10.0)
+    output, failure = output_of([mpirun, "--version"], environment.current(), 10.0)
     return (output.splitlines() or [f"{mpirun}: {failure}"])[0]
 
 
@@ -171,8 +159,8 @@ def _launcher() -> dict[str, Any] | None:
 
 
 def print_probed() -> None:
-    """Prints the facts that need TensorFlow as a last line of JSON, in a process of its own."""
-    print(json.dumps({name: _or_error(find) for name, find in _PROBED.items()}))
+    """Prints the facts that need TensorFlow, in a process of its own, whose libraries print too."""
+    print(_MARK + json.dumps({name: _or_error(find) for name, find in _PROBED.items()}))
 
 
 def _horovod() -> dict[str, Any] | None:

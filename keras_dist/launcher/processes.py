@@ -47,6 +47,20 @@ def running(command: list[str], environ: Mapping[str, str], **options: Any) -> I
         process.wait()
 
 
+def output_of(
+    command: list[str], environ: Mapping[str, str], seconds: float | None = None, **options: Any
+) -> tuple[str, str]:
+    """Returns what a program prints, and why it has failed, `""` if it has not."""
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    try:
+        done = subprocess.run(command, env=environ, timeout=seconds, stdin=subprocess.DEVNULL, check=False, **options)
+    except subprocess.TimeoutExpired:
+        return "", f"no result after {seconds:g} s"
+    except OSError as error:
+        return "", f"{command[0]}: {error.strerror}"
+    return done.stdout, f"exit code {done.returncode}" if done.returncode else ""
+
+
 @dataclasses.dataclass(frozen=True)
 class Ended:
     rank: int
