@@ -104,7 +104,7 @@ def seconds(name: str, default: float) -> float:
 
 def cores() -> int:
     """Returns how many this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def cache_folder() -> Path:

@@ -9,7 +9,6 @@ import queue
 import re
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -174,8 +173,8 @@ class LocalRanks:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, 0)
                 left.add(str(process.pid))
-        if not left or sys.platform != "linux":
-            return not left
+        if not left:
+            return True
         # What has ended may be left too, until init, its new parent, removes it.
         states = [state_and_group(process.name) for process in Path("/proc").glob("[0-9]*")]
         return not any(group in left and state not in "ZX" for state, group in states)
