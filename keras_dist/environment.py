@@ -123,13 +123,11 @@ def _folder(variable: str, default: str) -> Path:
 
 
 def set_defaults(values: Mapping[str, str]) -> None:
-    """Sets the variables that the user has not set."""
     for name, value in values.items():
         os.environ.setdefault(name, value)
 
 
 def set_values(values: Mapping[str, str]) -> None:
-    """Sets variables, also those that are set already."""
     os.environ.update(values)
 
 
@@ -300,7 +298,9 @@ def _tf_config_launch(environ: Mapping[str, str]) -> Launch | None:
     workers = tuple(cluster[name][int(number)] for name, number in tasks)
     hosts = [worker.rpartition(":")[0] for worker in workers]
     topology = Topology(rank, len(workers), hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank]))
-    return Launch(launcher, topology, _store(environ), workers, place=_place(environ))
+    host, _, port = environ.get(STORE, "").rpartition(":")
+    rendezvous = (host, int(port)) if port.isdecimal() else None
+    return Launch(launcher, topology, rendezvous, workers, place=_place(environ))
 
 
 def _addresses(tasks: Any) -> list[str]:
@@ -310,11 +310,6 @@ def _addresses(tasks: Any) -> list[str]:
     if not isinstance(tasks, list) or not all(isinstance(t, str) and t.rpartition(":")[2].isdecimal() for t in tasks):
         raise _bad_tf_config("The addresses of a job in TF_CONFIG must be a list of 'host:port'.", repr(tasks))
     return tasks
-
-
-def _store(environ: Mapping[str, str]) -> tuple[str, int] | None:
-    host, _, port = environ.get(STORE, "").rpartition(":")
-    return (host, int(port)) if port.isdecimal() else None
 
 
 def _bad_tf_config(problem: str, received: str, remedy: str | None = None) -> ConfigurationError:

@@ -128,7 +128,6 @@ def _probe() -> dict[str, Any]:
 
 
 def _mpi() -> str | None:
-    """Returns what `mpirun` says that it is, `None` if there is none."""
     if (mpirun := shutil.which("mpirun")) is None:
         return None
     output, failure = output_of([mpirun, "--version"], environment.current(), 10.0)
@@ -164,7 +163,6 @@ def print_probed() -> None:
 
 
 def _horovod() -> dict[str, Any] | None:
-    """Returns what Horovod was built with, `None` if it is not installed."""
     from keras_dist.backends.horovod.runtime import load
 
     if importlib.util.find_spec("horovod") is None:
@@ -182,7 +180,6 @@ def _tpu() -> dict[str, Any]:
 
 
 def _backend() -> dict[str, Any]:
-    """Returns the backend that `kd.init()` would choose in this environment, and why."""
     backend, priority = choose(environment.detect_launch())
     return {"name": backend.name, "reason": priority.reason}
 

@@ -40,7 +40,6 @@ def fetch_tools(directory: Path, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def fetch_source(directory: Path, environ: Mapping[str, str]) -> Path:
-    """Fetches, unpacks and patches Horovod's source, and returns its directory."""
     directory.mkdir(parents=True, exist_ok=True)
     requirement = directory / "requirement.txt"
     requirement.write_text(f"horovod=={HOROVOD_VERSION} --hash=sha256:{SOURCE_SHA256}\n")

@@ -154,7 +154,6 @@ PATCHES: tuple[Patch, ...] = (
 
 
 def apply_patches(root: Path) -> None:
-    """Patches an unpacked source in place."""
     for patch in PATCHES:
         file = root / patch.path
         text = file.read_text(encoding="utf-8") if file.is_file() else ""
