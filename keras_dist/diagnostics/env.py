@@ -1,7 +1,6 @@
 """`keras-dist env`: versions, hardware, network, launcher and backend for a bug report.
 
-This process imports no TensorFlow. What needs it is found by a probe, another process, which may fail. Versions are
-read from the packages' metadata.
+What needs TensorFlow is found by a probe, another process, which may fail.
 """
 
 from __future__ import annotations
@@ -73,10 +72,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def describe() -> dict[str, Any]:
-    """Returns the facts, by name: texts, numbers, lists and dicts, and `None` for what is not there.
-
-    What needs TensorFlow is found by another process, which takes seconds. Its error is a fact too.
-    """
+    """Returns the facts, by name: texts, numbers, lists and dicts, and `None` for what is not there."""
     probed, infiniband = _probe(), Path("/sys/class/infiniband")
     nccl = map(installed_version, ("nvidia-nccl-cu12", "nvidia-nccl-cu13"))
     return {

@@ -1,7 +1,4 @@
-"""`keras-dist install-horovod`: builds, installs and tests Horovod for the installed TensorFlow.
-
-In the test two processes add up numbers that neither of them has alone.
-"""
+"""`keras-dist install-horovod`: builds, installs and tests Horovod for the installed TensorFlow."""
 
 from __future__ import annotations
 
