@@ -104,7 +104,7 @@ def seconds(name: str, default: float) -> float:
 
 def cores() -> int:
     """Returns how many this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def cache_folder() -> Path:
@@ -123,13 +123,11 @@ def _folder(variable: str, default: str) -> Path:
 
 
 def set_defaults(values: Mapping[str, str]) -> None:
-    """Sets the variables that the user has not set."""
     for name, value in values.items():
         os.environ.setdefault(name, value)
 
 
 def set_values(values: Mapping[str, str]) -> None:
-    """Sets variables, also those that are set already."""
     os.environ.update(values)
 
 
@@ -250,17 +248,17 @@ def _integer(environ: Mapping[str, str], name: str) -> int:
 # --- TF_CONFIG ---
 
 _CHIEF_JOBS = ("chief", "master")  # the second is the older name
-_TRAINING_JOBS = (*_CHIEF_JOBS, "worker")
 
 
 def _tf_config_launch(environ: Mapping[str, str]) -> Launch | None:
-    """`TF_CONFIG`: set by Kubernetes operators, Vertex AI, by hand, and by `keras-dist run --backend multi_worker`.
+    """`TF_CONFIG`: set by Kubernetes operators, Vertex AI, by hand, and by `keras-dist run`.
 
-    Rank 0 is the chief, or worker 0 if there is no chief. An evaluator does not count, since it does not train.
+    Rank 0 is the chief, or worker 0 if there is no chief. An evaluator does not count, since it does not train. With
+    parameter servers only the coordinator runs the script, and it is no rank.
     """
     text = environ.get(TF_CONFIG)
     try:
-        config: Any = json.loads(text) if text else {}
+        config = json.loads(text) if text else {}
     except ValueError as error:
         raise _bad_tf_config("TF_CONFIG is not JSON.", f"TF_CONFIG={text!r} ({error})") from None
     if not isinstance(config, dict) or not isinstance(config.get("cluster") or {}, dict):
@@ -270,8 +268,6 @@ def _tf_config_launch(environ: Mapping[str, str]) -> Launch | None:
         return None
     task = config.get("task") or {}
     job, index = str(task.get("type")), str(task.get("index"))
-    if cluster.get("ps") and job != "evaluator":
-        return _parameter_server_launch(environ, cluster, job, index)
     if job == "evaluator":
         raise _bad_tf_config(
             "TF_CONFIG makes this process an evaluator, but kd.init() joins the ranks that train.",
@@ -279,34 +275,32 @@ def _tf_config_launch(environ: Mapping[str, str]) -> Launch | None:
             "Evaluate in the training job (`validation_data`, `model.evaluate`: all ranks share the work), or start "
             "this script without TF_CONFIG and load the model that the chief saves.",
         )
-    unknown = [name for name in cluster if name not in (*_TRAINING_JOBS, "evaluator", "ps")]
-    if unknown or sum(len(cluster.get(name, ())) for name in _CHIEF_JOBS) > 1:
+    jobs: Sequence[str] = (*_CHIEF_JOBS, "worker")
+    if has_servers := bool(cluster.get("ps")):
+        names = {"coordinator": "chief", "master": "chief"}
+        cluster = {names.get(name, name): tasks for name, tasks in cluster.items()}
+        jobs, job = [*cluster], names.get(job, job)
+    elif {*cluster} - {*jobs, "evaluator", "ps"} or sum(len(cluster.get(name, ())) for name in _CHIEF_JOBS) > 1:
         raise _bad_tf_config(
             "The jobs of TF_CONFIG must be 'worker' and at most one 'chief'.",
             ", ".join(f"{name}: {len(tasks)}" for name, tasks in cluster.items()),
         )
-    ranks = [(name, str(number)) for name in _TRAINING_JOBS for number in range(len(cluster.get(name, ())))]
-    if (job, index) not in ranks:
-        known = ", ".join(f"{name} {number}" for name, number in ranks)
-        raise _bad_tf_config("The task of TF_CONFIG is not in its cluster.", f"task={task!r}, cluster of {known}")
-    rank = ranks.index((job, index))
-    workers = tuple(cluster[name][int(number)] for name, number in ranks)
+    tasks = [(name, str(number)) for name in jobs for number in range(len(cluster.get(name, ())))]
+    if (job, index) not in tasks:
+        known = ", ".join(f"{name} {number}" for name, number in tasks)
+        raise _bad_tf_config(
+            "The task of TF_CONFIG is not in its cluster.", f"task {job!r} {index}, cluster of {known}"
+        )
+    launcher = "keras-dist run" if environ.get(LAUNCHER) else TF_CONFIG
+    if has_servers:
+        return Launch(launcher, Topology(), jobs=cluster, task=(job, int(index)))
+    rank = tasks.index((job, index))
+    workers = tuple(cluster[name][int(number)] for name, number in tasks)
     hosts = [worker.rpartition(":")[0] for worker in workers]
     topology = Topology(rank, len(workers), hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank]))
-    launcher = "keras-dist run" if environ.get(LAUNCHER) else TF_CONFIG
-    return Launch(launcher, topology, _store(environ), workers, place=_place(environ))
-
-
-def _parameter_server_launch(environ: Mapping[str, str], cluster: dict[str, list[str]], job: str, index: str) -> Launch:
-    """A coordinator (`chief`), workers and servers (`ps`): only the coordinator runs the script, and it is no rank."""
-    jobs = {("chief" if name in ("coordinator", "master") else name): tasks for name, tasks in cluster.items()}
-    job = "chief" if job in ("coordinator", "master") else job
-    if not index.isdecimal() or int(index) >= len(jobs.get(job, ())):
-        known = ", ".join(f"{name} {number}" for name, tasks in jobs.items() for number in range(len(tasks)))
-        received = f"task {job!r} {index}, cluster of {known}"
-        raise _bad_tf_config("The task of TF_CONFIG is not in its cluster.", received)
-    launcher = "keras-dist run" if environ.get(LAUNCHER) else TF_CONFIG
-    return Launch(launcher, Topology(), jobs=jobs, task=(job, int(index)))
+    host, _, port = environ.get(STORE, "").rpartition(":")
+    rendezvous = (host, int(port)) if port.isdecimal() else None
+    return Launch(launcher, topology, rendezvous, workers, place=_place(environ))
 
 
 def _addresses(tasks: Any) -> list[str]:
@@ -316,11 +310,6 @@ def _addresses(tasks: Any) -> list[str]:
     if not isinstance(tasks, list) or not all(isinstance(t, str) and t.rpartition(":")[2].isdecimal() for t in tasks):
         raise _bad_tf_config("The addresses of a job in TF_CONFIG must be a list of 'host:port'.", repr(tasks))
     return tasks
-
-
-def _store(environ: Mapping[str, str]) -> tuple[str, int] | None:
-    host, _, port = environ.get(STORE, "").rpartition(":")
-    return (host, int(port)) if port.isdecimal() else None
 
 
 def _bad_tf_config(problem: str, received: str, remedy: str | None = None) -> ConfigurationError:

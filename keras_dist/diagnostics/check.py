@@ -289,7 +289,6 @@ class DryRun:
         return result
 
     def _compile(self, report: Report, traced: tpu_emulation.Traced) -> list[Any]:
-        """Compiles for the batch size that was asked for."""
         start = time.monotonic()
         try:
             content, result = self._measured(traced, f"compiling for {self.target.name}, batch {report.batch}")

@@ -1,7 +1,6 @@
 """`keras-dist env`: versions, hardware, network, launcher and backend for a bug report.
 
-This process imports no TensorFlow. What needs it is found by a probe, another process, which may fail. Versions are
-read from the packages' metadata.
+What needs TensorFlow is found by a probe, another process, which may fail.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import platform
 import re
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -27,6 +25,7 @@ from keras_dist import environment
 from keras_dist.backends import backend_class, choose
 from keras_dist.errors import ConfigurationError
 from keras_dist.launcher.nodes import ipv4_of
+from keras_dist.launcher.processes import output_of
 
 
 def installed_version(distribution: str) -> str | None:
@@ -53,6 +52,7 @@ _PACKAGES = (
     "keras", "horovod", "numpy", "tensorflow-datasets",
 )  # fmt: skip
 _PROBE_SECONDS = 120.0
+_MARK = "probed: "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,10 +72,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def describe() -> dict[str, Any]:
-    """Returns the facts, by name: texts, numbers, lists and dicts, and `None` for what is not there.
-
-    What needs TensorFlow is found by another process, which takes seconds. Its error is a fact too.
-    """
+    """Returns the facts, by name: texts, numbers, lists and dicts, and `None` for what is not there."""
     probed, infiniband = _probe(), Path("/sys/class/infiniband")
     nccl = map(installed_version, ("nvidia-nccl-cu12", "nvidia-nccl-cu13"))
     return {
@@ -119,31 +116,17 @@ def _text(value: Any) -> str:
 def _probe() -> dict[str, Any]:
     """Returns what another process finds by importing TensorFlow, Horovod and the backends."""
     command = [sys.executable, "-c", "from keras_dist.diagnostics.env import print_probed; print_probed()"]
-    output, failure = _output_of(command, _PROBE_SECONDS)
+    output, failure = output_of(command, {**environment.current(), "TF_CPP_MIN_LOG_LEVEL": "3"}, _PROBE_SECONDS)
     if not failure:
-        return dict(json.loads(output.splitlines()[-1]))
-    return dict.fromkeys(_PROBED, {"error": f"TensorFlow or Keras can't be imported ({failure})"})
-
-
-def _output_of(command: list[str], seconds: float) -> tuple[str, str]:
-    """Returns what a program prints, and why it has failed, `""` if it has not."""
-    environ = {**environment.current(), "TF_CPP_MIN_LOG_LEVEL": "3"}
-    options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "errors": "replace"}
-    try:
-        done = subprocess.run(command, env=environ, timeout=seconds, **options)
-    except subprocess.TimeoutExpired:
-        return "", f"no answer within {seconds:g} s"
-    except OSError as error:
-        return "", str(error)
-    last = (done.stderr.splitlines() or ["no output"])[-1]
-    return done.stdout, f"exit code {done.returncode}: {last}" if done.returncode else ""
+        return dict(json.loads(output.rpartition(_MARK)[2].splitlines()[0]))
+    why = ": ".join([failure, *output.splitlines()[-1:]])
+    return dict.fromkeys(_PROBED, {"error": f"TensorFlow or Keras can't be imported ({why})"})
 
 
 def _mpi() -> str | None:
-    """Returns what `mpirun` says that it is, `None` if there is none."""
     if (mpirun := shutil.which("mpirun")) is None:
         return None
-    output, failure = _output_of([mpirun, "--version"], 10.0)
+    output, failure = output_of([mpirun, "--version"], environment.current(), 10.0)
     return (output.splitlines() or [f"{mpirun}: {failure}"])[0]
 
 
@@ -171,12 +154,11 @@ def _launcher() -> dict[str, Any] | None:
 
 
 def print_probed() -> None:
-    """Prints the facts that need TensorFlow as a last line of JSON, in a process of its own."""
-    print(json.dumps({name: _or_error(find) for name, find in _PROBED.items()}))
+    """Prints the facts that need TensorFlow, in a process of its own, whose libraries print too."""
+    print(_MARK + json.dumps({name: _or_error(find) for name, find in _PROBED.items()}))
 
 
 def _horovod() -> dict[str, Any] | None:
-    """Returns what Horovod was built with, `None` if it is not installed."""
     from keras_dist.backends.horovod.runtime import load
 
     if importlib.util.find_spec("horovod") is None:
@@ -194,7 +176,6 @@ def _tpu() -> dict[str, Any]:
 
 
 def _backend() -> dict[str, Any]:
-    """Returns the backend that `kd.init()` would choose in this environment, and why."""
     backend, priority = choose(environment.detect_launch())
     return {"name": backend.name, "reason": priority.reason}
 

@@ -149,7 +149,6 @@ def python_of(stream: TextIO) -> Path:
 
 
 def cache_folder() -> Path:
-    """For dry runs, in the user's cache."""
     return environment.cache_folder() / "tpu-check"
 
 

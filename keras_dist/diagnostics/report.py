@@ -13,8 +13,6 @@ _GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """A generation of TPUs."""
-
     name: str  # the compiler's
     aliases: tuple[str, ...]
     replicas_per_chip: int  # devices that TensorFlow sees

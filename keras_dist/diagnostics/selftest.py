@@ -1,8 +1,4 @@
-"""`keras-dist selftest`: whether ranks on the user's own machines find each other, sum right and fast, and train right.
-
-The ranks run `selftest_ranks`. They are started by the launcher of `keras-dist run`, or by another one that has started
-this command itself.
-"""
+"""`keras-dist selftest`: starts ranks that run `selftest_ranks`, unless another launcher has started this command."""
 
 from __future__ import annotations
 

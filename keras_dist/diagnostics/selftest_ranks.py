@@ -195,7 +195,9 @@ def _speed(backend: Backend) -> str:
     lines, fastest = [], []  # what else runs on the machine only adds to a time
     with linked(backend) as ring:
         for count, times in _SUMS:
-            functions = _sum_of_zeros(backend, count), ring(4 * count)
+            total = _sum_of(backend, [tf.zeros([count])], f"selftest_{count}")
+            # Waits for a GPU, and copies one number only.
+            functions = lambda total=total: total()[0][0].numpy(), ring(4 * count)
             functions[0]()  # traces, and lets Horovod agree on the tensor
             pairs = [[timeit.timeit(function, number=1) for function in functions] for _ in range(times)]
             sums, rings = zip(*pairs, strict=True)
@@ -207,11 +209,6 @@ def _speed(backend: Backend) -> str:
     if limit < _SLOW * (largest - latency):
         raise Wrong("; ".join(lines))
     return "\n".join(lines)
-
-
-def _sum_of_zeros(backend: Backend, count: int) -> Callable[[], Any]:
-    total = _sum_of(backend, [tf.zeros([count])], f"selftest_{count}")
-    return lambda: total()[0][0].numpy()  # waits for a GPU, and copies one number only
 
 
 def _own_address(backend: Backend) -> str:

@@ -16,7 +16,7 @@ from typing import TextIO
 
 from keras_dist.horovod_build import HorovodBuildError
 from keras_dist.horovod_build.cache import BUILD_VARIABLES, HOROVOD_VERSION, BuildOptions, apply_patches, sha256_of
-from keras_dist.launcher.processes import running
+from keras_dist.launcher.processes import output_of, running
 from keras_dist.progress import ProgressLine
 
 # Of the one source that our patches fit. pip compares it before any code of the source runs.
@@ -40,7 +40,6 @@ def fetch_tools(directory: Path, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def fetch_source(directory: Path, environ: Mapping[str, str]) -> Path:
-    """Fetches, unpacks and patches Horovod's source, and returns its directory."""
     directory.mkdir(parents=True, exist_ok=True)
     requirement = directory / "requirement.txt"
     requirement.write_text(f"horovod=={HOROVOD_VERSION} --hash=sha256:{SOURCE_SHA256}\n")
@@ -55,14 +54,11 @@ def fetch_source(directory: Path, environ: Mapping[str, str]) -> Path:
 def run_pip(arguments: Sequence[str], environ: Mapping[str, str], purpose: str) -> None:
     """Runs pip of the running interpreter; `purpose` completes the sentence "pip could not ..."."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
-    done = subprocess.run(
-        command, env=dict(environ), stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-    )
-    if done.returncode != 0:
-        last_lines = (done.stdout + done.stderr).strip().splitlines()[-12:]
+    output, failure = output_of(command, environ)
+    if failure:
         raise HorovodBuildError(
             f"pip could not {purpose}.",
-            "\n  ".join([f"exit code {done.returncode} from `pip {' '.join(arguments)}`", *last_lines]),
+            "\n  ".join([f"{failure} from `pip {' '.join(arguments)}`", *output.strip().splitlines()[-12:]]),
             "If the network or permissions are the cause, fix that and run this again.",
         )
 
@@ -156,13 +152,6 @@ def build_environment(options: BuildOptions, environ: Mapping[str, str]) -> dict
     return {**kept, **settings}
 
 
-def error_lines(log: str) -> list[str]:
-    """Returns the lines of a log that show why a build failed: the first error and the next lines, else the last."""
-    lines = log.splitlines()
-    first = next((i for i, line in enumerate(lines) if ERROR.search(line)), max(len(lines) - LINES_SHOWN, 0))
-    return [line[:300] for line in lines[first : first + LINES_SHOWN]]
-
-
 def _run(command: list[str], directory: Path, environ: Mapping[str, str], log: Path, stream: TextIO) -> None:
     def done() -> str:
         # Two libraries are compiled at once, each with its own count: the larger one.
@@ -185,9 +174,13 @@ def _run(command: list[str], directory: Path, environ: Mapping[str, str], log: P
 
 def _failure(received: str, log: Path) -> HorovodBuildError:
     text = log.read_text(encoding="utf-8", errors="replace")
+    lines = text.splitlines()
+    # The first error and the next lines, else the last ones.
+    first = next((i for i, line in enumerate(lines) if ERROR.search(line)), max(len(lines) - LINES_SHOWN, 0))
+    shown = [line[:300] for line in lines[first : first + LINES_SHOWN]]
     advice = "See the log. `keras-dist install-horovod` tries again."
     if OUT_OF_MEMORY.search(text):
         advice = "The machine ran out of memory: try again with --jobs 1."
     return HorovodBuildError(
-        "The build of Horovod failed.", "\n  ".join([received, *error_lines(text), f"The whole log: {log}"]), advice
+        "The build of Horovod failed.", "\n  ".join([received, *shown, f"The whole log: {log}"]), advice
     )

@@ -9,7 +9,6 @@ import importlib.metadata
 import importlib.util
 import platform
 import shutil
-import sys
 import sysconfig
 import tempfile
 import zipfile
@@ -38,8 +37,8 @@ class BuildOptions:
 
 # Each of them provides the package `tensorflow`. If several are installed, the first of them counts.
 TENSORFLOW_DISTRIBUTIONS = (
-    "tensorflow", "tensorflow-cpu", "tensorflow-tpu", "tensorflow-gpu", "tensorflow-rocm", "tensorflow-macos",
-    "tensorflow-cpu-aws", "intel-tensorflow", "tf-nightly", "tf-nightly-cpu", "tf-nightly-tpu",
+    "tensorflow", "tensorflow-cpu", "tensorflow-tpu", "tensorflow-gpu", "tensorflow-rocm", "tensorflow-cpu-aws",
+    "intel-tensorflow", "tf-nightly", "tf-nightly-cpu", "tf-nightly-tpu",
 )  # fmt: skip
 
 # What a build needs, the programs of which one is enough, and the packages of apt, dnf and conda that provide it.
@@ -77,7 +76,7 @@ def check_requirements(options: BuildOptions, environ: Mapping[str, str]) -> str
     if (tensorflow := installed_tensorflow()) is None:
         missing.append("TensorFlow")
         remedies.append("python -m pip install 'keras_dist[cpu]'   (or [gpu], [tpu]; or any TensorFlow you prefer)")
-    if not _has_pip():
+    if importlib.util.find_spec("pip") is None:
         missing.append("pip")
         remedies.append("python -m ensurepip --upgrade")
     if missing or tensorflow is None:
@@ -92,28 +91,14 @@ def check_requirements(options: BuildOptions, environ: Mapping[str, str]) -> str
 def _install_lines(packages: Sequence[tuple[str, str, str]], environ: Mapping[str, str]) -> list[str]:
     """Returns the command that installs packages on this system; on an unknown system, one command for each known."""
     apt, dnf, conda = map(" ".join, zip(*packages, strict=True))
-    lines = {
-        "Debian, Ubuntu": f"sudo apt-get install -y {apt}", "Fedora, RHEL": f"sudo dnf install -y {dnf}",
-        "conda": f"conda install -c conda-forge {conda}",
-        "macOS": "xcode-select --install   (and: brew install cmake open-mpi)",
-    }  # fmt: skip
-    system = _system(environ)
-    return [lines[system]] if system else [f"{name}: {line}" for name, line in lines.items()]
-
-
-def _system(environ: Mapping[str, str]) -> str | None:
+    for_conda = f"conda install -c conda-forge {conda}"
     if environ.get("CONDA_PREFIX"):
-        return "conda"
-    if sys.platform == "darwin":
-        return "macOS"
-    programs = {"apt-get": "Debian, Ubuntu", "dnf": "Fedora, RHEL", "yum": "Fedora, RHEL"}
+        return [for_conda]
+    lines = {"apt-get": f"sudo apt-get install -y {apt}", "dnf": f"sudo dnf install -y {dnf}"}
     # The system's directories too: a PATH that lacks the compiler may lack these as well.
     path = ":".join([environ.get("PATH", ""), "/usr/bin", "/bin"])
-    return next((name for program, name in programs.items() if shutil.which(program, path=path)), None)
-
-
-def _has_pip() -> bool:
-    return importlib.util.find_spec("pip") is not None
+    found = [line for program, line in lines.items() if shutil.which(program, path=path)]
+    return found or [*lines.values(), for_conda]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +154,6 @@ PATCHES: tuple[Patch, ...] = (
 
 
 def apply_patches(root: Path) -> None:
-    """Patches an unpacked source in place."""
     for patch in PATCHES:
         file = root / patch.path
         text = file.read_text(encoding="utf-8") if file.is_file() else ""

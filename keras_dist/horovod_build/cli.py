@@ -1,14 +1,10 @@
-"""`keras-dist install-horovod`: builds, installs and tests Horovod for the installed TensorFlow.
-
-In the test two processes add up numbers that neither of them has alone.
-"""
+"""`keras-dist install-horovod`: builds, installs and tests Horovod for the installed TensorFlow."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import secrets
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -28,7 +24,7 @@ from keras_dist.horovod_build.cache import (
 )
 from keras_dist.launcher import descendants
 from keras_dist.launcher.nodes import LOOPBACK
-from keras_dist.launcher.processes import interrupted_by_stop_signals
+from keras_dist.launcher.processes import interrupted_by_stop_signals, output_of
 
 SIZE = 2
 
@@ -56,18 +52,10 @@ def smoke_test(environ: Mapping[str, str], time_limit_s: float = 180.0, *, mpi: 
     if mpi:
         as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
         launcher = ["mpirun", *as_root, "--host", f"{LOOPBACK}:{SIZE}", "-np", str(SIZE)]
-    try:
-        with descendants.ended(job):  # also of a launcher that takes too long
-            done = subprocess.run(
-                [*launcher, "--", sys.executable, "-c", RANK_PROGRAM], timeout=time_limit_s, start_new_session=True,
-                env={"TF_CPP_MIN_LOG_LEVEL": "2", **environ, descendants.JOB: job},
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-            )  # fmt: skip
-        output, failure = done.stdout, f"exit code {done.returncode}" if done.returncode else ""
-    except OSError as error:
-        output, failure = "", f"{launcher[0]}: {error.strerror}"
-    except subprocess.TimeoutExpired:
-        output, failure = "", f"no result after {time_limit_s:.0f} s"
+    command = [*launcher, "--", sys.executable, "-c", RANK_PROGRAM]
+    environ = {"TF_CPP_MIN_LOG_LEVEL": "2", **environ, descendants.JOB: job}
+    with descendants.ended(job):  # also of a launcher that takes too long
+        output, failure = output_of(command, environ, time_limit_s, start_new_session=True)
     if failure:
         raise HorovodBuildError(
             f"Horovod is installed, but its test failed: {SIZE} processes could not all-reduce.",

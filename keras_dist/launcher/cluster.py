@@ -131,9 +131,6 @@ class ParameterServerCluster(MultiWorkerCluster):
     def __init__(
         self, size: int, environ: Mapping[str, str], nodes: Sequence[Node] | None = None, servers: int = 1
     ) -> None:
-        if min(size, servers) < 1:
-            received = f"--workers {size} --ps {servers}"
-            raise ConfigurationError("A cluster needs at least one worker and one server.", received, "Use 1 or more.")
         nodes = [Node(1 + size + servers)] if nodes is None else nodes
         if (count := sum(node.size for node in nodes)) != 1 + size + servers:
             raise ConfigurationError(

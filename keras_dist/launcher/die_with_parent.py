@@ -12,6 +12,7 @@ The kernel watches the *thread* that started the process: start ranks from a thr
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -28,10 +29,7 @@ def wrap(command: list[str]) -> list[str]:
 
 def main(argv: list[str]) -> None:
     parent, command = int(argv[0]), argv[1:]
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent ended before the call of prctl
         sys.exit(128 + signal.SIGKILL)
     try:

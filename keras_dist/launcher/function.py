@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -61,14 +62,10 @@ def dumps_failure(error: BaseException, own_file: str) -> bytes:
     text = "".join(traceback.format_exception(error.with_traceback(trace)))
     try:
         failure = cloudpickle.dumps((error, text))
-        cloudpickle.loads(failure)
+        pickle.loads(failure)
     except Exception:
         failure = cloudpickle.dumps((None, text))
     return bytes(failure)
-
-
-def loads(data: bytes) -> Any:
-    return cloudpickle_module().loads(data)
 
 
 _CALL, _RESULT, _ERROR = "call", "result", "error-{}"  # the files of a call
@@ -137,7 +134,7 @@ def launch(function: Callable[..., Any], args: Sequence[Any] = (), *, np: int, b
         if outcome.code:
             raise _failure(folder, outcome)
         result = folder / _RESULT
-        return loads(result.read_bytes()) if result.exists() else None
+        return pickle.loads(result.read_bytes()) if result.exists() else None
 
 
 def _run(folder: Path, size: int, backend: str) -> Outcome:
@@ -163,7 +160,7 @@ def _failure(folder: Path, outcome: Outcome) -> BaseException:
     file = folder / _ERROR.format(rank)
     if not file.exists():
         return WorkerError(rank, f"Rank {rank} ended without an error of Python.", outcome.cause)
-    error, text = loads(file.read_bytes())
+    error, text = pickle.loads(file.read_bytes())
     failure = WorkerError(rank, f"Rank {rank} raised.", text, error)
     if error is None:
         return failure
@@ -176,7 +173,7 @@ def run_call(folder: str) -> None:
     launch = environment.detect_launch()
     rank = launch.topology.rank if launch else 0
     try:
-        function, args = loads(Path(folder, _CALL).read_bytes())
+        function, args = pickle.loads(Path(folder, _CALL).read_bytes())
         result = function(*args)
         if rank == 0:
             try:

@@ -301,7 +301,6 @@ def without_dashes(target: Sequence[str]) -> Sequence[str]:
 
 
 def command_of(target: Sequence[str], python: str, *, is_module: bool) -> list[str]:
-    """Returns the command that runs a script, a module or any other program, with its arguments."""
     if is_module:
         return [python, "-m", *target]
     return [python, *target] if target[0].endswith(".py") else [*target]

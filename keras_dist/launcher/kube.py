@@ -80,10 +80,7 @@ def main(args: argparse.Namespace) -> int:
     class Dumper(yaml.SafeDumper):
         """Quotes what kubectl would read as a number, and Python's YAML not: `1e-3`."""
 
-        def represent_str(self, value: str) -> yaml.ScalarNode:
-            return self.represent_scalar("tag:yaml.org,2002:str", value, "'" if _LIKE_A_NUMBER.match(value) else None)
-
-    Dumper.add_representer(str, Dumper.represent_str)
+    Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _LIKE_A_NUMBER, [*"-+.0123456789"])
     _check(args)
     plain = json.loads(json.dumps(manifests(args)))  # nothing is twice in it: YAML would write an alias
     kubeflows = f"pod/{args.name}-chief-0" if args.ps else f"job/{args.name}-node-0"

@@ -360,7 +360,6 @@ def started(
     Yields a function that raises `PeerLostError` if a command has ended too early.
     """
     running: list[subprocess.Popen[bytes]] = []
-    inputs: list[IO[bytes]] = []
 
     def check() -> None:
         for (host, _), process in zip(hosts, running, strict=False):
@@ -380,9 +379,8 @@ def started(
             # Ctrl-C is for this launcher, which tells the others.
             process = subprocess.Popen(remote, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
             running.append(process)
-            inputs.append(cast(IO[bytes], process.stdin))
             with contextlib.suppress(OSError):  # it has ended: `check` says so
-                inputs[-1].write(f"{secret}\n".encode())
+                cast(IO[bytes], process.stdin).write(f"{secret}\n".encode())
         yield check
     finally:
         for end in (lambda process: None, lambda process: process.stdin.close(), subprocess.Popen.kill):
@@ -393,8 +391,8 @@ def started(
             for process in running:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(max(0.0, deadline - time.monotonic()))
-        for stdin in inputs:
-            stdin.close()
+        for process in running:
+            cast(IO[bytes], process.stdin).close()
 
 
 def _script(command: Sequence[str], environ: Mapping[str, str]) -> str:

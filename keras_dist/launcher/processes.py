@@ -9,7 +9,6 @@ import queue
 import re
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -45,6 +44,20 @@ def running(command: list[str], environ: Mapping[str, str], **options: Any) -> I
     finally:
         signal_session(process, signal.SIGKILL)
         process.wait()
+
+
+def output_of(
+    command: list[str], environ: Mapping[str, str], seconds: float | None = None, **options: Any
+) -> tuple[str, str]:
+    """Returns what a program prints, and why it has failed, `""` if it has not."""
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    try:
+        done = subprocess.run(command, env=environ, timeout=seconds, stdin=subprocess.DEVNULL, check=False, **options)
+    except subprocess.TimeoutExpired:
+        return "", f"no result after {seconds:g} s"
+    except OSError as error:
+        return "", f"{command[0]}: {error.strerror}"
+    return done.stdout, f"exit code {done.returncode}" if done.returncode else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,8 +173,8 @@ class LocalRanks:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, 0)
                 left.add(str(process.pid))
-        if not left or sys.platform != "linux":
-            return not left
+        if not left:
+            return True
         # What has ended may be left too, until init, its new parent, removes it.
         states = [state_and_group(process.name) for process in Path("/proc").glob("[0-9]*")]
         return not any(group in left and state not in "ZX" for state, group in states)

@@ -23,7 +23,7 @@ from keras_dist import environment
 from keras_dist.backends import BACKENDS, find
 from keras_dist.errors import ConfigurationError, PeerLostError, WorkerError
 from keras_dist.launcher.cluster import Cluster
-from keras_dist.launcher.function import cloudpickle_module, dumps_call, loads
+from keras_dist.launcher.function import cloudpickle_module, dumps_call
 from keras_dist.launcher.job import LAUNCHABLE, make_cluster
 from keras_dist.launcher.processes import signal_session, start_process
 
@@ -236,8 +236,8 @@ class _Worker:
             self.wait(1.0)
             raise self.failure(f"died with code {self.process.poll()}") from None
         if succeeded:
-            return loads(value)
-        error, text = loads(value)
+            return pickle.loads(value)
+        error, text = pickle.loads(value)
         raise WorkerError(self.rank, f"Rank {self.rank} raised.", text, error)
 
     def failure(self, what: str) -> WorkerError:

@@ -13,7 +13,7 @@ from multiprocessing import connection
 from typing import Any
 
 from keras_dist.backends import find, load
-from keras_dist.launcher.function import cloudpickle_module, dumps_failure, loads
+from keras_dist.launcher.function import cloudpickle_module, dumps_failure
 
 
 def serve(descriptor: int, backend: str, options: Mapping[str, Any], threads: int) -> None:
@@ -72,5 +72,5 @@ def _run(request: bytes) -> Any:
     tf.config.run_functions_eagerly(False)
     keras.utils.set_random_seed(0)
     sys.path[:], call = pickle.loads(request)
-    fn, args = loads(call)
+    fn, args = pickle.loads(call)
     return fn(*args)
