@@ -16,7 +16,7 @@ from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_model, keras_random
 from keras_dist.errors import MismatchError
 from keras_dist.state.weights import assign, combine_metrics, mean_of, metric_states
-from keras_dist.step.optimizer import accumulators_of
+from keras_dist.step.optimizer import accumulators_of, variables_of
 
 _PLAIN = (type(None), bool, int, float, str, np.ndarray, np.generic)
 
@@ -171,7 +171,7 @@ def _named(model: keras.Model, optimizers: Sequence[Any]) -> dict[str, Any]:
     # Without the names of layers, which Keras numbers again when a notebook builds the model once more.
     named = {f"{_SHARED}/model/{i}/{v.path.split('/')[-1]}": v for i, v in enumerate(model.variables)}
     for number, optimizer in enumerate(optimizers):
-        named |= {f"{_SHARED}/optimizer_{number}/{i}": v for i, v in enumerate(optimizer.variables)}
+        named |= {f"{_SHARED}/optimizer_{number}/{i}": v for i, v in enumerate(variables_of(optimizer))}
     return named
 
 

@@ -18,7 +18,7 @@ from keras_dist.compat import keras_fit, keras_model, tf_compat, tf_graphs
 from keras_dist.data.shares import static_length
 from keras_dist.errors import MismatchError, NotSupportedError
 from keras_dist.logging import logger
-from keras_dist.step.optimizer import accumulators_of
+from keras_dist.step.optimizer import accumulators_of, variables_of
 from keras_dist.step.step import Fingerprints, check_seen, differing_ranks
 
 _COMPARED = ("loss", "loss_weights", "metrics", "weighted_metrics", "steps_per_execution", "run_eagerly")
@@ -132,7 +132,7 @@ def broadcast_state(
     for optimizer in itertools.compress(optimizers, chiefs_built):
         if not optimizer.built:
             optimizer.build(model.trainable_variables)
-        variables += optimizer.variables
+        variables += variables_of(optimizer)
     if backend.topology.size > 1:  # else do not copy what may be a large table
         arrays = backend.broadcast_arrays([np.asarray(variable.value) for variable in variables])
         for variable, array in zip(variables, arrays, strict=True):

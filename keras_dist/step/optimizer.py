@@ -273,13 +273,10 @@ def accumulators_of(optimizers: Sequence[Any]) -> list[Any]:
 def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
     """Creates an optimizer's variables as Keras does while it traces the first step: assignments have no effect there.
 
-    So `ScheduleFreeAdamW` starts from zeros and not from the weights (Keras 3.15).
+    So `ScheduleFreeAdamW` starts from zeros and not from the weights (Keras 3.15), and so does a script's Lookahead.
     """
-    with contextlib.ExitStack() as stack:
-        for part in parts_of(optimizer):
-            stack.enter_context(attached(part, "assign", lambda variable, value: None))
-        stack.enter_context(tf.init_scope())
-        stack.enter_context(keras_model.outside_stateless_scope())
+    ineffective = tf_compat.patched(keras.Variable, assign=lambda variable, value: value)
+    with ineffective, tf.init_scope(), keras_model.outside_stateless_scope():
         optimizer.build(list(variables))
 
 
@@ -296,11 +293,18 @@ def build_at_once(optimizer: Any, variables: Sequence[Any] | None) -> bool:
 
 
 def parts_of(optimizer: Any) -> Iterator[Any]:
-    """Yields an optimizer and the optimizers inside it (`LossScaleOptimizer`, `MultiOptimizer`)."""
+    """Yields an optimizer and the optimizers that it holds (`LossScaleOptimizer`, a script's Lookahead)."""
     yield optimizer
-    inner = getattr(optimizer, "inner_optimizer", None)
-    for part in [*([inner] if inner is not None else []), *getattr(optimizer, "optimizers", ())]:
-        yield from parts_of(part)
+    for held in vars(optimizer).values():
+        for part in held if isinstance(held, list | tuple) else [held]:
+            if isinstance(part, keras.Optimizer):
+                yield from parts_of(part)
+
+
+def variables_of(optimizer: Any) -> list[Any]:
+    """Returns the variables of an optimizer, and of the optimizers that it holds, which it need not count as its own."""
+    found = [*optimizer.variables, *(variable for part in parts_of(optimizer) for variable in part.variables)]
+    return list({id(variable): variable for variable in found}.values())
 
 
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
@@ -320,7 +324,7 @@ def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
         if not name.startswith("_"):
             search(value)
     search(getattr(model, "optimizer", None))
-    inner = {id(getattr(optimizer, "inner_optimizer", None)) for optimizer in found.values()}
+    inner = {id(part) for optimizer in found.values() for part in parts_of(optimizer) if part is not optimizer}
     return [optimizer for key, optimizer in found.items() if key not in inner]
 
 
@@ -417,7 +421,7 @@ class _Reducer:
         if self._backend.mirrors:  # makes the variables that each device updates, before any of them changes
             # In a graph Keras would initialize them after the trace.
             are_new = build_at_once(self._optimizer, trainable_variables)
-            self._backend.will_update(self._optimizer.variables, are_new=are_new)
+            self._backend.will_update(variables_of(self._optimizer), are_new=are_new)
         return gradients
 
     def _step(self) -> Step:

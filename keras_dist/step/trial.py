@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras_dist.compat import keras_model, tf_compat, tf_graphs
 from keras_dist.compat.keras_model import Attributes, attached
 from keras_dist.step import step as step_module
-from keras_dist.step.optimizer import build_at_once, parts_of
+from keras_dist.step.optimizer import build_at_once, parts_of, variables_of
 
 # Differences below this part of the group's largest value are rounding: values that cancel each other out.
 _FLOOR = 0.1
@@ -234,8 +234,8 @@ def state_of(optimizer: Any) -> list[Any]:
     parts = list(parts_of(optimizer))
     descend = all(getattr(part.update_step, "func", None) is _descend for part in parts)
     if not descend or any(part.use_ema or part.gradient_accumulation_steps for part in parts):
-        return list(optimizer.variables)
-    return [variable for variable in optimizer.variables if len(variable.shape) == 0]
+        return variables_of(optimizer)
+    return [variable for variable in variables_of(optimizer) if len(variable.shape) == 0]
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ from keras_dist.state.weights import Loss
 from keras_dist.step import losses
 from keras_dist.step import step as step_module
 from keras_dist.step.metrics import Logs, as_number, flat
-from keras_dist.step.optimizer import optimizers_of
+from keras_dist.step.optimizer import optimizers_of, variables_of
 from keras_dist.step.step import Stopwatch, explain_check
 from keras_dist.step.whole_batch import compiled_layers, explain_compilation
 from keras_dist.training import own_code, refusals
@@ -160,8 +160,8 @@ class DistributedModel(Verified):
         )
 
     def _check_strategy(self) -> None:
-        parts = [self._model, *optimizers_of(self._model)]
-        variables = [variable for part in parts for variable in part.variables]
+        variables = [*self._model.variables]
+        variables += [variable for optimizer in optimizers_of(self._model) for variable in variables_of(optimizer)]
         if getattr(self._model, "compiled", False):  # before, `metrics` of a model with its own `compile` may not exist
             variables += self._model.metrics_variables
         refusals.check_strategy(self._backend.strategy, variables)

@@ -24,6 +24,7 @@ from keras_dist.data import sources
 from keras_dist.data.shares import Share, first_rows
 from keras_dist.logging import without_notes_of_tensorflow
 from keras_dist.state import snapshot
+from keras_dist.step.optimizer import variables_of
 from keras_dist.step.step import check_shapes
 from keras_dist.step.trial import Trial, descending
 
@@ -192,7 +193,8 @@ class FirstRows:
         attributes = keras_model.Attributes(parts)
         if self.graph is None:
             return Trial([variable.handle for variable in (*attributes.variables().values(), *counters)], attributes)
-        variables = [variable for part in (*parts, *optimizers) for variable in part.variables]
+        variables = [variable for part in parts for variable in part.variables]
+        variables += [variable for optimizer in optimizers for variable in variables_of(optimizer)]
         known = {id(variable.handle) for variable in (*map(keras_model.backing, variables), *self.away)}
         others = [handle for handle in tf_graphs.captured_variables(self.graph) if id(handle) not in known]
         return Trial(others, attributes)

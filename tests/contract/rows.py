@@ -183,6 +183,7 @@ OPTIMIZERS = {
     **{f"{optimizer}-float32": f"{name}, float32" for optimizer, name in _NAMES.items()},
     **{f"{optimizer}-{clip}": f"{_NAMES[optimizer]}, {CLIPS[clip]}" for optimizer in _NAMES for clip in CLIPS},
     "optimizers-found": "Optimizers that only the step knows: under a private name, of a sub-model, of a helper object",
+    "optimizer-around-another": "An optimizer of the script's own that holds another one",
     "learning-rate-schedule": "Learning-rate schedule",
     "gradient-accumulation": "`gradient_accumulation_steps`, with clipping",
     "ema-overwrite": "`use_ema`, `ema_overwrite_frequency`",

@@ -181,6 +181,41 @@ def test_optimizers_found(distribute: Distribute) -> Numbers:
     return {"weights": model.get_weights(), "scale": model.helper.optimizer.dynamic_scale}
 
 
+class Lookahead(optimizers.Optimizer):
+    """Holds another optimizer, whose variables Keras does not count as its own (Zhang et al., arXiv 1907.08610)."""
+
+    def __init__(self, around: optimizers.Optimizer) -> None:
+        super().__init__(learning_rate=0.0)
+        self.around = around
+
+    def build(self, variables: Any) -> None:
+        super().build(variables)
+        self.around.build(variables)
+        self.slow = [self.add_variable_from_reference(variable, "slow") for variable in variables]
+        for slow, variable in zip(self.slow, variables, strict=True):
+            slow.assign(variable)
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        if not self.built:
+            self.build(trainable_variables)
+        self.around.apply(grads, trainable_variables)
+        self.iterations.assign_add(1)
+        is_due = keras.ops.equal(self.iterations % 3, 0)
+        for slow, variable in zip(self.slow, trainable_variables, strict=True):
+            slow.assign(keras.ops.where(is_due, slow + 0.5 * (variable - slow), slow))
+            variable.assign(keras.ops.where(is_due, slow, variable))
+
+
+# `make test` has it on mirrored, where each device has copies of all that an optimizer changes.
+@contract("optimizer-around-another", also=("mirrored-2",), covered_by=("optimizers-found", "momentum"))
+def test_optimizer_around_another(distribute: Distribute) -> Numbers:
+    """What the default check tries out is undone in the inner one too."""
+    optimizer = Lookahead(optimizers.SGD(0.1, momentum=0.9))
+    results = fitted(compiled(distribute, optimizer), *numbers(32), batch_size=16, epochs=2, shuffle=False)
+    state = [variable.numpy() for part in (optimizer, optimizer.around) for variable in part.variables]
+    return {**results, "state": state}
+
+
 @contract("learning-rate-by-callback", covered_by=("stops-different-learning-rates", "together-callbacks"))
 def test_learning_rate_by_callback(distribute: Distribute) -> Numbers:
     def begin_epoch(model: keras.Model, epoch: int, logs: Any) -> None:
