@@ -14,7 +14,6 @@ itself has each index once.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,7 @@ import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_model, tf_compat, tf_graphs
-from keras_dist.compat.keras_model import CLIP_GRADIENTS, accumulators, attach, attached, plain_apply
+from keras_dist.compat.keras_model import CLIP_GRADIENTS, accumulators, attach, plain_apply
 from keras_dist.data.pipeline import fold
 from keras_dist.errors import ConfigurationError, NotSupportedError
 from keras_dist.logging import announce_once, logger
@@ -302,7 +301,7 @@ def parts_of(optimizer: Any) -> Iterator[Any]:
 
 
 def variables_of(optimizer: Any) -> list[Any]:
-    """Returns the variables of an optimizer, and of the optimizers that it holds, which it need not count as its own."""
+    """Returns the variables of an optimizer, and of those that it holds, whose variables need not count as its own."""
     found = [*optimizer.variables, *(variable for part in parts_of(optimizer) for variable in part.variables)]
     return list({id(variable): variable for variable in found}.values())
 
