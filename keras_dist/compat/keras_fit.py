@@ -302,11 +302,6 @@ def set_functions(model: keras.Model, functions: dict[str, Any]) -> None:
         attach(model, name, functions.get(name))
 
 
-def forget_function(model: keras.Model, kind: str) -> None:
-    """Drops the function of a model's `"train"`, `"test"` or `"predict"` steps, so that Keras creates it again."""
-    attach(model, f"{kind}_function", None)
-
-
 @contextlib.contextmanager
 def without_functions(model: keras.Model) -> Iterator[None]:
     """Hides traced functions in this context, where the model runs on one rank: they were traced for all ranks."""

@@ -206,8 +206,7 @@ class ReplicaScope(keras.StatelessScope):
         return variable.aggregation == "sum" or id(variable) in self._metrics
 
 
-@contextlib.contextmanager
-def losses_of_each_replica() -> Iterator[None]:
+def losses_of_each_replica() -> contextlib.AbstractContextManager[None]:
     """Keeps what layers add by `add_loss` in one `ReplicaScope` apart from that of another, in this context.
 
     Keras notes in the layer which losses of a scope are its own, and drops these notes when the layer is called again:
@@ -222,11 +221,7 @@ def losses_of_each_replica() -> Iterator[None]:
             raise AttributeError("_loss_ids")
         return vars(layer)["_loss_ids"]
 
-    keras.Layer._loss_ids = property(loss_ids, lambda layer, ids: vars(layer).update(_loss_ids=ids))
-    try:
-        yield
-    finally:
-        del keras.Layer._loss_ids
+    return patched(keras.Layer, _loss_ids=property(loss_ids, lambda layer, ids: vars(layer).update(_loss_ids=ids)))
 
 
 class UpdateScope(keras.StatelessScope):

@@ -172,7 +172,7 @@ def script_operations(graph: Any, pattern: str) -> list[tuple[str, str]]:
     They are pairs of type and place, such as `"train.py:23"`. The pattern is for `"type name"` of an operation.
     """
     found = []
-    for operation in _operations(graph):
+    for operation in operations_of(graph):
         if re.search(pattern, f"{operation.type} {operation.name}"):
             frames = [frame for frame in operation.traceback if "/tensorflow/" not in frame.filename]
             if frames and not re.search("/keras(_dist)?/", frames[-1].filename):
@@ -180,11 +180,13 @@ def script_operations(graph: Any, pattern: str) -> list[tuple[str, str]]:
     return found
 
 
-def _operations(graph: Any) -> Iterator[Any]:
-    yield from graph.get_operations()
-    for function in getattr(graph, "_functions", {}).values():
-        if (inner := getattr(function, "graph", None)) is not None:
-            yield from _operations(inner)
+def operations_of(graph: Any) -> Iterator[Any]:
+    """Yields the operations of a graph and of all functions in it."""
+    graphs = [graph]
+    for current in graphs:  # grows meanwhile
+        yield from current.get_operations()
+        inner = [function.graph for function in current._functions.values() if hasattr(function, "graph")]
+        graphs += [each for each in inner if not any(each is known for known in graphs)]
 
 
 _IS_IN_UNCHECKED_BRANCH = contextvars.ContextVar("keras_dist_branch", default=False)
