@@ -18,7 +18,7 @@ from keras.src.random import seed_generator
 from tensorflow.python.distribute import values_util
 
 from keras_dist.compat import keras_model, tf_compat, tf_graphs
-from keras_dist.compat.keras_losses import weighted_updates
+from keras_dist.compat.keras_losses import weighted_updates, whole_moments
 from keras_dist.compat.keras_model import attach, attached_to, backing, flatten_layers, global_state
 from keras_dist.compat.tf_compat import patched
 
@@ -88,14 +88,11 @@ def moments_of_rows(
         if mask is not None:  # Keras's own formula for masks, with filler rows masked too
             return plain(inputs, tf.cast(mask, tf.bool) & (like(rows(), mask) > 0))
         values = tf.where(is_real > 0, inputs, tf.zeros_like(inputs))
-        count = tf.reduce_sum(tf.broadcast_to(is_real, tf.shape(inputs)), axes)
-        total = tf.reduce_sum(values, axes)
+        counted = tf.broadcast_to(is_real, tf.shape(inputs))
         if layer.synchronized or of_all:
-            sums = tf.stack([total, tf.reduce_sum(tf.square(values), axes), count])
-            total, squares, count = tf.unstack(sum_over_replicas(sums))
-            mean = tf.math.divide_no_nan(total, count)
-            return mean, tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0.0)
-        mean = tf.math.divide_no_nan(total, count)
+            return whole_moments(values, counted, axes, sum_over_replicas)
+        count = tf.reduce_sum(counted, axes)
+        mean = tf.math.divide_no_nan(tf.reduce_sum(values, axes), count)
         shape = [1 if axis in axes else -1 for axis in range(inputs.shape.rank)]
         squares = tf.square(inputs - tf.stop_gradient(tf.reshape(mean, shape)))
         squares = tf.where(is_real > 0, squares, tf.zeros_like(squares))

@@ -165,11 +165,6 @@ def without_prefetch() -> tf.data.Options:
     return options
 
 
-def repack(dataset: tf.data.Dataset, elements: tuple[Any, ...]) -> Any:
-    """Returns an element of a dataset from the arguments that `Dataset.map` unpacked it to."""
-    return elements if type(dataset.element_spec) is tuple else elements[0]
-
-
 def row_count(batch: Any) -> Any:
     """Returns the length of the first tensor of a batch, an int32 scalar."""
     counts = (rows for rows in map(_rows, tf.nest.flatten(batch)) if rows is not None)
@@ -230,13 +225,9 @@ def examples_of(share: Share) -> Any:
     """Returns the examples of a share, none if it is empty, so that metrics of a custom training loop count none."""
 
     def counted(leaf: Any) -> Any:
-        has_rows = isinstance(leaf, tf.RaggedTensor) or (tf.is_tensor(leaf) and leaf.shape.rank not in (None, 0))
-        if not has_rows or isinstance(leaf, tf.SparseTensor):
+        if (rows := _rows(leaf)) is None or isinstance(leaf, tf.SparseTensor):
             return leaf
-        rows = leaf[: tf.where(share.count > 0, row_count(leaf), 0)]
-        if isinstance(rows, tf.Tensor) and not tf.executing_eagerly():
-            rows.set_shape([None, *leaf.shape[1:]])
-        return rows
+        return _take_rows(leaf, 0, tf.where(share.count > 0, rows, 0), None)
 
     return tf.nest.map_structure(counted, share.data)
 

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_model, keras_random
+from keras_dist.environment import Topology
 from keras_dist.errors import MismatchError
 from keras_dist.state.weights import assign, combine_metrics, mean_of, metric_states
 from keras_dist.step.optimizer import accumulators_of
@@ -175,43 +176,38 @@ def _named(model: keras.Model, optimizers: Sequence[Any]) -> dict[str, Any]:
     return named
 
 
-class OwnState:
-    """What each rank has of its own between two epochs: metrics, statistics, accumulated gradients."""
+def take_own(model: keras.Model, optimizers: Sequence[Any]) -> dict[str, Any]:
+    """Returns what each rank has of its own between two epochs: metrics, statistics, accumulated gradients."""
+    return {
+        "metrics": [[_value(v) for v in metric.variables] for metric in model.metrics],
+        "statistics": [_value(variable) for variable in keras_model.statistics_of(model)],
+        "accumulators": [_value(variable) for variable in accumulators_of(optimizers)],
+    }
 
-    def __init__(self, model: keras.Model, optimizers: Sequence[Any], backend: Backend) -> None:
-        self._model = model
-        self._backend = backend
-        self._statistics = keras_model.statistics_of(model)
-        self._accumulators = accumulators_of(optimizers)
 
-    def take(self) -> dict[str, Any]:
-        return {
-            "metrics": [[_value(v) for v in metric.variables] for metric in self._model.metrics],
-            "statistics": [_value(variable) for variable in self._statistics],
-            "accumulators": [_value(variable) for variable in self._accumulators],
-        }
+def put_own(
+    of_ranks: Sequence[dict[str, Any]], model: keras.Model, optimizers: Sequence[Any], topology: Topology,
+    is_within_epoch: bool,
+) -> None:  # fmt: skip
+    """Sets the state of this rank, from the states of all ranks, of which there may have been more or fewer.
 
-    def put(self, of_ranks: Sequence[dict[str, Any]], is_within_epoch: bool) -> None:
-        """Sets the state of this rank, from the states of all ranks, of which there may have been more or fewer.
-
-        If an epoch begins (`is_within_epoch=False`), Keras has reset the metrics for it.
-        """
-        topology = self._backend.topology
-        if len(of_ranks) == topology.size:
-            own = of_ranks[topology.rank]
-            if is_within_epoch:
-                for metric, values in zip(self._model.metrics, own["metrics"], strict=True):
-                    assign(metric.variables, values)
-            assign(self._statistics, own["statistics"])
-            assign(self._accumulators, own["accumulators"])
-            return
-        # The chief gets what all ranks had, the others nothing; of statistics all get the average.
-        if is_within_epoch and topology.is_chief:
-            combine_metrics(self._model, [own["metrics"] for own in of_ranks], metric_states(self._model)[1])
-        statistics = zip(*(own["statistics"] for own in of_ranks), strict=True)
-        assign(self._statistics, [mean_of(values) for values in statistics])
-        sums = [sum(values) for values in zip(*(own["accumulators"] for own in of_ranks), strict=True)]
-        assign(self._accumulators, [total if topology.is_chief else np.zeros_like(total) for total in sums])
+    If an epoch begins (`is_within_epoch=False`), Keras has reset the metrics for it.
+    """
+    statistics, accumulators = keras_model.statistics_of(model), accumulators_of(optimizers)
+    if len(of_ranks) == topology.size:
+        own = of_ranks[topology.rank]
+        if is_within_epoch:
+            for metric, values in zip(model.metrics, own["metrics"], strict=True):
+                assign(metric.variables, values)
+        assign(statistics, own["statistics"])
+        assign(accumulators, own["accumulators"])
+        return
+    # The chief gets what all ranks had, the others nothing; of statistics all get the average.
+    if is_within_epoch and topology.is_chief:
+        combine_metrics(model, [own["metrics"] for own in of_ranks], metric_states(model)[1])
+    assign(statistics, [mean_of(values) for values in zip(*(own["statistics"] for own in of_ranks), strict=True)])
+    sums = [sum(values) for values in zip(*(own["accumulators"] for own in of_ranks), strict=True)]
+    assign(accumulators, [total if topology.is_chief else np.zeros_like(total) for total in sums])
 
 
 def _value(variable: Any) -> np.ndarray:
