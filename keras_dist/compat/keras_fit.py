@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +17,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 
-from keras_dist.compat.keras_model import attach
+from keras_dist.compat.keras_model import attach, attached
 from keras_dist.compat.tf_compat import patched
 
 # The epoch that a run resumes at (BackupAndRestore).
@@ -68,14 +69,14 @@ def write_at_step(callback: Any) -> None:
 
 def set_last_logs(model: keras.Model, last: dict[str, Any]) -> None:
     """Sets what Keras takes for the logs of the last batch, if an epoch that is resumed has no batch left."""
-    plain, before = getattr(model, METRICS_RESULT), vars(model).get(METRICS_RESULT)
+    plain, until_called = getattr(model, METRICS_RESULT), contextlib.ExitStack()
 
     def result(logs: Any) -> Any:
-        vars(model).pop(METRICS_RESULT) if before is None else attach(model, METRICS_RESULT, before)
+        until_called.close()
         return plain(logs or last)
 
     if last:
-        attach(model, METRICS_RESULT, result)
+        until_called.enter_context(attached(model, METRICS_RESULT, result))
 
 
 def flush_files(callback: Any) -> None:
@@ -91,7 +92,7 @@ def flush_files(callback: Any) -> None:
 class Reading:
     """How far `fit` has read its data, and a way to begin there. `begins` is called before each iteration over them."""
 
-    def __init__(self, epoch_iterator: Any, begins: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, epoch_iterator: Any, begins: Callable[[], object]) -> None:
         self._epoch_iterator = epoch_iterator  # not used yet
         self._begins, self._plain = begins, epoch_iterator._get_iterator
         self._rest: Any = None
@@ -154,21 +155,15 @@ class Reading:
 
         `iterations` have begun, `batches` were read in the current one, and `rest` iterates over what was not.
         """
-        iterator, plain = self._epoch_iterator, self._epoch_iterator._enumerate_iterator
+        iterator = self._epoch_iterator
         self.iterations, self.batches = iterations, batches
         if self.spans_epochs:
             iterator._current_iterator, iterator._steps_seen = rest, batches - batches_of_epoch
         else:
             self.iterations, self._rest = iterations - 1, rest  # the epoch's iteration begins once more
 
-        def enumerate_rest() -> Iterator[Any]:
-            iterator._enumerate_iterator = plain
-            steps = plain()
-            for _ in range(0, batches_of_epoch, iterator.steps_per_execution):
-                next(steps)
-            yield from steps
-
-        iterator._enumerate_iterator = enumerate_rest
+        done = len(range(0, batches_of_epoch, iterator.steps_per_execution))
+        enumerate_next_epoch(iterator, lambda executions, left: itertools.islice(executions, done, None))
 
 
 def enumerate_next_epoch(epoch_iterator: Any, regroup: Callable[[Any, Callable[[int], int | None]], Any]) -> None:

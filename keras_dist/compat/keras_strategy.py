@@ -171,10 +171,6 @@ class ReplicaScope(keras.StatelessScope):
         """Returns the variables whose new values are stored here."""
         return list(self._assigned.values())
 
-    def take(self, variable: Any) -> Any:
-        """Returns the value that this replica has assigned to a variable, or the variable's value."""
-        return self.get_current_value(variable)
-
     def clear(self) -> None:
         """Drops the values, once they are assigned to the variables."""
         self.state_mapping.clear()

@@ -325,6 +325,23 @@ def digest(x: Any, **options: Any) -> str:
     return pipeline.digest
 
 
+def test_other_maps_have_another_digest() -> None:
+    """Those of a map that was traced again are equal, whatever its nodes and functions are called."""
+
+    def digest_of(factor: Any) -> str:
+        @tf.function
+        def product(number: Any) -> Any:
+            return number * factor
+
+        pipeline = decompose(Dataset.range(8).map(product).batch(4))
+        assert isinstance(pipeline, Pipeline)
+        return pipeline.digest
+
+    assert digest_of(2) == digest_of(2) != digest_of(3)
+    captured, other = (tf.constant(number, tf.int64) for number in (2, 3))
+    assert digest_of(captured) == digest_of(tf.identity(captured)) != digest_of(other)
+
+
 def test_other_arrays_have_another_digest() -> None:
     x = np.random.default_rng(0).normal(size=(50, 3)).astype("float32")
     other = x.copy()

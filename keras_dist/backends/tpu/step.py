@@ -453,7 +453,7 @@ def _assign_combined(backend: Backend, scope: ReplicaScope) -> None:
     current = step_module.current()
     assert current is not None
     for variable in scope.assigned():
-        value = scope.take(variable)
+        value = scope.get_current_value(variable)
         if keras_strategy.is_float(variable):
             (value,) = current.weigh([value])
             value = backend.all_reduce_exact(value, current.next_name("variables"))
