@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from keras.src.trainers import data_adapters
 
 from keras_dist.data import pipeline
-from keras_dist.data.pipeline import FINGERPRINT_BITS, Arrays, decompose, fingerprint_of
+from keras_dist.data.pipeline import FINGERPRINT_BITS, Arrays, Pipeline, decompose, fingerprint_of
 from keras_dist.data.shares import Share, may_be_empty, shard_dataset, share_bounds, take_share
 from tests.limits import examples
 
