@@ -87,16 +87,12 @@ def moments_of_rows(
         is_real = like(rows(), inputs)
         if mask is not None:  # Keras's own formula for masks, with filler rows masked too
             return plain(inputs, tf.cast(mask, tf.bool) & (like(rows(), mask) > 0))
-        values = tf.where(is_real > 0, inputs, tf.zeros_like(inputs))
-        counted = tf.broadcast_to(is_real, tf.shape(inputs))
         if layer.synchronized or of_all:
-            return whole_moments(values, counted, axes, sum_over_replicas)
-        count = tf.reduce_sum(counted, axes)
-        mean = tf.math.divide_no_nan(tf.reduce_sum(values, axes), count)
-        shape = [1 if axis in axes else -1 for axis in range(inputs.shape.rank)]
-        squares = tf.square(inputs - tf.stop_gradient(tf.reshape(mean, shape)))
-        squares = tf.where(is_real > 0, squares, tf.zeros_like(squares))
-        return mean, tf.math.divide_no_nan(tf.reduce_sum(squares, axes), count)
+            values = tf.where(is_real > 0, inputs, tf.zeros_like(inputs))
+            return whole_moments(values, tf.broadcast_to(is_real, tf.shape(inputs)), axes, sum_over_replicas)
+        # An empty share, which is not counted, has the moments of its filler rows: without rows they would be NaN.
+        weights = tf.where(tf.reduce_any(is_real > 0), is_real, tf.ones_like(is_real))
+        return tf.nn.weighted_moments(inputs, axes, weights)
 
     layers = [layer for layer in flatten_layers(model) if isinstance(layer, keras.layers.BatchNormalization)]
     return attached_to(layers, "_moments", lambda layer, plain: functools.partial(moments, layer, plain))

@@ -1,17 +1,11 @@
 """The stages of a dataset: maps only a rank's share, compares what ranks read, finds the place of a resumed run.
 
-Each rank cuts its share from each global batch, so every rank would do everything before `batch` for every example:
-decoding and augmenting would not get faster with more ranks. If the last stages are
+Each rank cuts its share from each global batch, so decoding and augmenting would not get faster with more ranks. If the
+last stages are `elements.map(f).batch(n)`, and `f` is stateless or draws random numbers without a seed, the elements are
+batched and cut first, and `f` maps only the share. Of arrays, the indices are cut, and each rank gathers its rows.
 
-    elements.map(f).batch(n)
-
-and `f` is stateless, the elements are batched and cut first, and `f` maps only the share. The result is the same. If
-`f` draws random numbers without a seed, the result is as random as in one process. Of arrays, the indices are cut, and
-each rank gathers the rows of its share.
-
-A hash of each global batch shows whether ranks read different data. Random augmentation differs on purpose:
-`map(augment, num_parallel_calls=...)` draws its random numbers in another order in each process. So elements are hashed
-as they are before such a map.
+A hash of each global batch shows whether ranks read different data. `map(augment, num_parallel_calls=...)` draws its
+random numbers in another order in each process. So elements are hashed as they are before such a map.
 
 TensorFlow cannot save iterators with Python functions or random maps (tensorflow/tensorflow#59398). So a resumed run
 makes its data again, begins as many iterations, since each draws another order, and skips the batches that were read.

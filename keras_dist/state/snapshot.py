@@ -16,7 +16,7 @@ from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_model, keras_random
 from keras_dist.environment import Topology
 from keras_dist.errors import MismatchError
-from keras_dist.state.weights import assign, combine_metrics, mean_of, metric_states
+from keras_dist.state.weights import assign, combine_metrics, mean_of, metric_states, values_of
 from keras_dist.step.optimizer import accumulators_of
 
 _PLAIN = (type(None), bool, int, float, str, np.ndarray, np.generic)
@@ -149,7 +149,8 @@ _SHARED = "variables"
 
 def take(model: keras.Model, optimizers: Sequence[Any]) -> dict[str, np.ndarray]:
     """Returns the weights, statistics and seeds of a model, and the state of its optimizers, as they are now."""
-    return {name: _value(variable) for name, variable in _named(model, optimizers).items()}
+    named = _named(model, optimizers)
+    return dict(zip(named, values_of(named.values()), strict=True))
 
 
 def put(arrays: Mapping[str, np.ndarray], model: keras.Model, optimizers: Sequence[Any]) -> None:
@@ -164,8 +165,7 @@ def put(arrays: Mapping[str, np.ndarray], model: keras.Model, optimizers: Sequen
             f"{name}: shape {saved.get(name, 'none')} in the commit, {current.get(name, 'none')} now",
             "Build and compile the model as before, or pass another directory to kd.callbacks.Commit.",
         )
-    for name, variable in variables.items():
-        variable.assign(arrays[name])
+    assign(list(variables.values()), [arrays[name] for name in variables])
 
 
 def _named(model: keras.Model, optimizers: Sequence[Any]) -> dict[str, Any]:
@@ -179,9 +179,9 @@ def _named(model: keras.Model, optimizers: Sequence[Any]) -> dict[str, Any]:
 def take_own(model: keras.Model, optimizers: Sequence[Any]) -> dict[str, Any]:
     """Returns what each rank has of its own between two epochs: metrics, statistics, accumulated gradients."""
     return {
-        "metrics": [[_value(v) for v in metric.variables] for metric in model.metrics],
-        "statistics": [_value(variable) for variable in keras_model.statistics_of(model)],
-        "accumulators": [_value(variable) for variable in accumulators_of(optimizers)],
+        "metrics": [values_of(metric.variables) for metric in model.metrics],
+        "statistics": values_of(keras_model.statistics_of(model)),
+        "accumulators": values_of(accumulators_of(optimizers)),
     }
 
 
@@ -208,11 +208,3 @@ def put_own(
     assign(statistics, [mean_of(values) for values in zip(*(own["statistics"] for own in of_ranks), strict=True)])
     sums = [sum(values) for values in zip(*(own["accumulators"] for own in of_ranks), strict=True)]
     assign(accumulators, [total if topology.is_chief else np.zeros_like(total) for total in sums])
-
-
-def _value(variable: Any) -> np.ndarray:
-    """Returns what a variable has now; of a variable on several cores, the value of all.
-
-    On a CPU nothing is copied: a variable whose value is in use gets other memory for its next value.
-    """
-    return np.asarray(tf.convert_to_tensor(variable.value))
