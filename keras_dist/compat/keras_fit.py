@@ -10,7 +10,7 @@ import functools
 import inspect
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -242,17 +242,15 @@ def is_overridden(model: keras.Model, method: str) -> bool:
     return owner is not keras.Model and not issubclass(tensorflow_trainer.TensorFlowTrainer, owner)
 
 
+@functools.cache
 def wrap_fit(wrapper: Callable[[keras.Model, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
     """Passes each call of Keras's own `fit` to a function, from now on. A second call does nothing."""
     plain = tensorflow_trainer.TensorFlowTrainer.fit
-    if getattr(plain, "is_wrapped", False):
-        return
 
     @functools.wraps(plain)
     def fit(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         return wrapper(model, plain, args, kwargs)
 
-    fit.is_wrapped = True  # type: ignore[attr-defined]
     tensorflow_trainer.TensorFlowTrainer.fit = fit
 
 
@@ -297,13 +295,6 @@ def set_functions(model: keras.Model, functions: dict[str, Any]) -> None:
         attach(model, name, functions.get(name))
 
 
-@contextlib.contextmanager
-def without_functions(model: keras.Model) -> Iterator[None]:
+def without_functions(model: keras.Model) -> contextlib.AbstractContextManager[None]:
     """Hides traced functions in this context, where the model runs on one rank: they were traced for all ranks."""
-    kept, iterator = functions_of(model), getattr(model, EVALUATE_ITERATOR, None)
-    set_functions(model, {})
-    try:
-        yield
-    finally:
-        set_functions(model, kept)
-        attach(model, EVALUATE_ITERATOR, iterator)
+    return patched(model, **dict.fromkeys((*FUNCTIONS, EVALUATE_ITERATOR)))

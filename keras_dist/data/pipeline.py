@@ -1,8 +1,9 @@
 """The stages of a dataset: maps only a rank's share, compares what ranks read, finds the place of a resumed run.
 
-Each rank cuts its share from each global batch, so decoding and augmenting would not get faster with more ranks. If the
-last stages are `elements.map(f).batch(n)`, and `f` is stateless or draws random numbers without a seed, the elements are
-batched and cut first, and `f` maps only the share. Of arrays, the indices are cut, and each rank gathers its rows.
+Each rank cuts its share from each global batch, so decoding and augmenting would not get faster with more ranks. If
+the last stages are `elements.map(f).batch(n)`, and `f` is stateless or draws random numbers without a seed, the
+elements are batched and cut first, and `f` maps only the share. Of arrays, the indices are cut, and each rank gathers
+its rows.
 
 A hash of each global batch shows whether ranks read different data. `map(augment, num_parallel_calls=...)` draws its
 random numbers in another order in each process. So elements are hashed as they are before such a map.
