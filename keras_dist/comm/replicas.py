@@ -210,7 +210,7 @@ class _ReplicaGroup:
     def apply_assignments(self) -> None:
         """Combines the values that the replicas have assigned so far, and assigns them to the variables."""
         for variable in self._scopes[0].assigned():
-            values = [scope.take(variable) for scope in self._scopes]
+            values = [scope.get_current_value(variable) for scope in self._scopes]
             if keras_strategy.is_float(variable) and variable.aggregation != "only_first_replica":
                 values[0] = mean_of_shares(values, [scope.count for scope in self._scopes])
             keras_strategy.assign(variable, values[0])

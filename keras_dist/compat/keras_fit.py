@@ -8,15 +8,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 
-from keras_dist.compat.keras_model import attach
+from keras_dist.compat.keras_model import attach, attached
 from keras_dist.compat.tf_compat import patched
 
 # The epoch that a run resumes at (BackupAndRestore).
@@ -68,14 +69,14 @@ def write_at_step(callback: Any) -> None:
 
 def set_last_logs(model: keras.Model, last: dict[str, Any]) -> None:
     """Sets what Keras takes for the logs of the last batch, if an epoch that is resumed has no batch left."""
-    plain, before = getattr(model, METRICS_RESULT), vars(model).get(METRICS_RESULT)
+    plain, until_called = getattr(model, METRICS_RESULT), contextlib.ExitStack()
 
     def result(logs: Any) -> Any:
-        vars(model).pop(METRICS_RESULT) if before is None else attach(model, METRICS_RESULT, before)
+        until_called.close()
         return plain(logs or last)
 
     if last:
-        attach(model, METRICS_RESULT, result)
+        until_called.enter_context(attached(model, METRICS_RESULT, result))
 
 
 def flush_files(callback: Any) -> None:
@@ -91,7 +92,7 @@ def flush_files(callback: Any) -> None:
 class Reading:
     """How far `fit` has read its data, and a way to begin there. `begins` is called before each iteration over them."""
 
-    def __init__(self, epoch_iterator: Any, begins: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, epoch_iterator: Any, begins: Callable[[], object]) -> None:
         self._epoch_iterator = epoch_iterator  # not used yet
         self._begins, self._plain = begins, epoch_iterator._get_iterator
         self._rest: Any = None
@@ -154,21 +155,15 @@ class Reading:
 
         `iterations` have begun, `batches` were read in the current one, and `rest` iterates over what was not.
         """
-        iterator, plain = self._epoch_iterator, self._epoch_iterator._enumerate_iterator
+        iterator = self._epoch_iterator
         self.iterations, self.batches = iterations, batches
         if self.spans_epochs:
             iterator._current_iterator, iterator._steps_seen = rest, batches - batches_of_epoch
         else:
             self.iterations, self._rest = iterations - 1, rest  # the epoch's iteration begins once more
 
-        def enumerate_rest() -> Iterator[Any]:
-            iterator._enumerate_iterator = plain
-            steps = plain()
-            for _ in range(0, batches_of_epoch, iterator.steps_per_execution):
-                next(steps)
-            yield from steps
-
-        iterator._enumerate_iterator = enumerate_rest
+        done = len(range(0, batches_of_epoch, iterator.steps_per_execution))
+        enumerate_next_epoch(iterator, lambda executions, left: itertools.islice(executions, done, None))
 
 
 def enumerate_next_epoch(epoch_iterator: Any, regroup: Callable[[Any, Callable[[int], int | None]], Any]) -> None:
@@ -247,17 +242,15 @@ def is_overridden(model: keras.Model, method: str) -> bool:
     return owner is not keras.Model and not issubclass(tensorflow_trainer.TensorFlowTrainer, owner)
 
 
+@functools.cache
 def wrap_fit(wrapper: Callable[[keras.Model, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
     """Passes each call of Keras's own `fit` to a function, from now on. A second call does nothing."""
     plain = tensorflow_trainer.TensorFlowTrainer.fit
-    if getattr(plain, "is_wrapped", False):
-        return
 
     @functools.wraps(plain)
     def fit(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         return wrapper(model, plain, args, kwargs)
 
-    fit.is_wrapped = True  # type: ignore[attr-defined]
     tensorflow_trainer.TensorFlowTrainer.fit = fit
 
 
@@ -302,18 +295,6 @@ def set_functions(model: keras.Model, functions: dict[str, Any]) -> None:
         attach(model, name, functions.get(name))
 
 
-def forget_function(model: keras.Model, kind: str) -> None:
-    """Drops the function of a model's `"train"`, `"test"` or `"predict"` steps, so that Keras creates it again."""
-    attach(model, f"{kind}_function", None)
-
-
-@contextlib.contextmanager
-def without_functions(model: keras.Model) -> Iterator[None]:
+def without_functions(model: keras.Model) -> contextlib.AbstractContextManager[None]:
     """Hides traced functions in this context, where the model runs on one rank: they were traced for all ranks."""
-    kept, iterator = functions_of(model), getattr(model, EVALUATE_ITERATOR, None)
-    set_functions(model, {})
-    try:
-        yield
-    finally:
-        set_functions(model, kept)
-        attach(model, EVALUATE_ITERATOR, iterator)
+    return patched(model, **dict.fromkeys((*FUNCTIONS, EVALUATE_ITERATOR)))

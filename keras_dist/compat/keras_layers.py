@@ -17,7 +17,7 @@ from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras_dist.compat import keras_model
 from keras_dist.compat.keras_model import attached, attached_to, is_kerass, stateless_scope
 from keras_dist.compat.keras_random import global_seed_generator, seed_generators
-from keras_dist.compat.tf_compat import context_value, nodes_of, patched
+from keras_dist.compat.tf_compat import nodes_of, patched
 
 # Keras's layers that assign variables in `call`. They normalize over a share.
 _NORMALIZATIONS = (keras.layers.BatchNormalization, keras.layers.SpectralNormalization)
@@ -173,22 +173,13 @@ class Outside(Exception):
     """What a layer does cannot be a part of a pure function."""
 
 
-_IS_COMPILING: contextvars.ContextVar[bool] = contextvars.ContextVar("keras_dist_xla", default=False)
-
-
-def is_compiling() -> bool:
-    """True inside of a layer that XLA is to compile."""
-    return _IS_COMPILING.get()
-
-
-def compiling() -> contextlib.AbstractContextManager[None]:
-    """The context of a layer that XLA is to compile."""
-    return context_value(_IS_COMPILING, True)
+# True inside of a layer that XLA is to compile.
+IS_COMPILING: contextvars.ContextVar[bool] = contextvars.ContextVar("keras_dist_xla", default=False)
 
 
 def note_reduction() -> None:
     """Called before each reduction: XLA can't compile it."""
-    if is_compiling():
+    if IS_COMPILING.get():
         raise Outside("exchanges numbers with the other replicas")
 
 

@@ -129,31 +129,34 @@ def batch_statistics(sum_over_replicas: Callable[[Any], Any], of_all: bool = Fal
     """
     plain = keras.layers.BatchNormalization._moments
 
-    def moments(x: Any, axes: Any, keepdims: bool) -> tuple[Any, Any]:
-        sums = [tf.reduce_sum(value, axis=axes, keepdims=True) for value in (x, tf.square(x), tf.ones_like(x))]
-        total, squares, count = tf.unstack(sum_over_replicas(tf.stack(sums)))
-        mean = tf.math.divide_no_nan(total, count)
-        variance = tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0.0)
-        return (mean, variance) if keepdims else (tf.squeeze(mean, axes), tf.squeeze(variance, axes))
+    def of_tensor(x: Any, axes: Any, keepdims: bool) -> tuple[Any, Any]:
+        return whole_moments(x, tf.ones_like(x), axes, sum_over_replicas, keepdims=keepdims)
 
     def of_layer(layer: Any, inputs: Any, mask: Any) -> tuple[Any, Any]:
         if not (layer.synchronized or of_all):
             return plain(layer, inputs, mask)
         if mask is None:
-            return moments(inputs, layer._reduction_axes, keepdims=False)
+            return of_tensor(inputs, layer._reduction_axes, keepdims=False)
         is_counted = tf.broadcast_to(tf.cast(mask, tf.bool)[..., None], tf.shape(inputs))
-        values = tf.where(is_counted, inputs, tf.zeros_like(inputs))
-        parts = (values, tf.square(values), tf.cast(is_counted, inputs.dtype))
-        sums = tf.stack([tf.reduce_sum(part, layer._reduction_axes) for part in parts])
-        total, squares, count = tf.unstack(sum_over_replicas(sums))
-        divisor = count + keras.config.epsilon()  # as in Keras's own formula
-        mean = total / divisor
-        squared_differences = squares - 2.0 * mean * total + tf.square(mean) * count
-        return mean, tf.maximum(squared_differences / divisor, 0.0)
+        values, counted = tf.where(is_counted, inputs, tf.zeros_like(inputs)), tf.cast(is_counted, inputs.dtype)
+        epsilon = keras.config.epsilon()  # as in Keras's own formula
+        return whole_moments(values, counted, layer._reduction_axes, sum_over_replicas, epsilon)
 
-    of_nn = patched(tensorflow_nn, _compute_moments_sync=moments)
+    of_nn = patched(tensorflow_nn, _compute_moments_sync=of_tensor)
     with of_nn, patched(keras.layers.BatchNormalization, _moments=of_layer):
         yield
+
+
+def whole_moments(
+    values: Any, counted: Any, axes: Any, sum_over_replicas: Callable[[Any], Any], epsilon: float = 0.0,
+    keepdims: bool = False,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Returns mean and variance over all replicas of what is `counted`: 1, or 0 where the value is 0 too."""
+    sums = [tf.reduce_sum(part, axes, keepdims) for part in (values, tf.square(values), counted)]
+    total, squares, count = tf.unstack(sum_over_replicas(tf.stack(sums)))
+    mean = tf.math.divide_no_nan(total, count + epsilon)
+    squared_differences = squares - 2.0 * mean * total + tf.square(mean) * count
+    return mean, tf.maximum(tf.math.divide_no_nan(squared_differences, count + epsilon), 0.0)
 
 
 def weighted_scalars(weight: Callable[[], Any]) -> contextlib.AbstractContextManager[None]:

@@ -32,19 +32,9 @@ def attach(target: Any, name: str, value: Any) -> None:
     object.__setattr__(target, name, value)
 
 
-@contextlib.contextmanager
-def attached(target: Any, name: str, value: Any) -> Iterator[None]:
+def attached(target: Any, name: str, value: Any) -> contextlib.AbstractContextManager[None]:
     """Sets an attribute of one object in this context, as `attach` does."""
-    attributes = vars(target)
-    before = [attributes[name]] if name in attributes else []
-    attach(target, name, value)
-    try:
-        yield
-    finally:
-        if before:
-            attach(target, name, before[0])
-        else:
-            attributes.pop(name, None)
+    return patched(target, **{name: value})
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from keras.src.random import seed_generator
 from tensorflow.python.distribute import values_util
 
 from keras_dist.compat import keras_model, tf_compat, tf_graphs
-from keras_dist.compat.keras_losses import weighted_updates
+from keras_dist.compat.keras_losses import weighted_updates, whole_moments
 from keras_dist.compat.keras_model import attach, attached_to, backing, flatten_layers, global_state
 from keras_dist.compat.tf_compat import patched
 
@@ -87,19 +87,12 @@ def moments_of_rows(
         is_real = like(rows(), inputs)
         if mask is not None:  # Keras's own formula for masks, with filler rows masked too
             return plain(inputs, tf.cast(mask, tf.bool) & (like(rows(), mask) > 0))
-        values = tf.where(is_real > 0, inputs, tf.zeros_like(inputs))
-        count = tf.reduce_sum(tf.broadcast_to(is_real, tf.shape(inputs)), axes)
-        total = tf.reduce_sum(values, axes)
         if layer.synchronized or of_all:
-            sums = tf.stack([total, tf.reduce_sum(tf.square(values), axes), count])
-            total, squares, count = tf.unstack(sum_over_replicas(sums))
-            mean = tf.math.divide_no_nan(total, count)
-            return mean, tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0.0)
-        mean = tf.math.divide_no_nan(total, count)
-        shape = [1 if axis in axes else -1 for axis in range(inputs.shape.rank)]
-        squares = tf.square(inputs - tf.stop_gradient(tf.reshape(mean, shape)))
-        squares = tf.where(is_real > 0, squares, tf.zeros_like(squares))
-        return mean, tf.math.divide_no_nan(tf.reduce_sum(squares, axes), count)
+            values = tf.where(is_real > 0, inputs, tf.zeros_like(inputs))
+            return whole_moments(values, tf.broadcast_to(is_real, tf.shape(inputs)), axes, sum_over_replicas)
+        # An empty share, which is not counted, has the moments of its filler rows: without rows they would be NaN.
+        weights = tf.where(tf.reduce_any(is_real > 0), is_real, tf.ones_like(is_real))
+        return tf.nn.weighted_moments(inputs, axes, weights)
 
     layers = [layer for layer in flatten_layers(model) if isinstance(layer, keras.layers.BatchNormalization)]
     return attached_to(layers, "_moments", lambda layer, plain: functools.partial(moments, layer, plain))
@@ -174,10 +167,6 @@ class ReplicaScope(keras.StatelessScope):
         """Returns the variables whose new values are stored here."""
         return list(self._assigned.values())
 
-    def take(self, variable: Any) -> Any:
-        """Returns the value that this replica has assigned to a variable, or the variable's value."""
-        return self.get_current_value(variable)
-
     def clear(self) -> None:
         """Drops the values, once they are assigned to the variables."""
         self.state_mapping.clear()
@@ -206,8 +195,7 @@ class ReplicaScope(keras.StatelessScope):
         return variable.aggregation == "sum" or id(variable) in self._metrics
 
 
-@contextlib.contextmanager
-def losses_of_each_replica() -> Iterator[None]:
+def losses_of_each_replica() -> contextlib.AbstractContextManager[None]:
     """Keeps what layers add by `add_loss` in one `ReplicaScope` apart from that of another, in this context.
 
     Keras notes in the layer which losses of a scope are its own, and drops these notes when the layer is called again:
@@ -222,11 +210,7 @@ def losses_of_each_replica() -> Iterator[None]:
             raise AttributeError("_loss_ids")
         return vars(layer)["_loss_ids"]
 
-    keras.Layer._loss_ids = property(loss_ids, lambda layer, ids: vars(layer).update(_loss_ids=ids))
-    try:
-        yield
-    finally:
-        del keras.Layer._loss_ids
+    return patched(keras.Layer, _loss_ids=property(loss_ids, lambda layer, ids: vars(layer).update(_loss_ids=ids)))
 
 
 class UpdateScope(keras.StatelessScope):

@@ -23,15 +23,18 @@ from tensorflow.python.ops import array_ops, resource_variable_ops
 
 @contextlib.contextmanager
 def patched(owner: Any, **values: Any) -> Iterator[None]:
-    """Sets attributes of a module, a class or an object in this context."""
-    plain = {name: vars(owner)[name] if name in vars(owner) else getattr(owner, name) for name in values}
+    """Sets attributes of a module, a class or an object in this context, without Keras's attribute tracking."""
+    change = type if isinstance(owner, type) else object
+    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
     for name, value in values.items():
-        setattr(owner, name, value)
+        change.__setattr__(owner, name, value)
     try:
         yield
     finally:
-        for name, value in plain.items():
-            setattr(owner, name, value)
+        for name in values.keys() & vars(owner).keys():
+            change.__delattr__(owner, name)
+        for name, value in before.items():
+            change.__setattr__(owner, name, value)
 
 
 @contextlib.contextmanager
@@ -202,10 +205,6 @@ def trace_again() -> None:
 def per_replica(parts: Sequence[Any]) -> Any:
     """Returns the values of all replicas in the form that `tf.distribute.CrossDeviceOps` takes."""
     return values.PerReplica(tuple(parts))
-
-
-def replica_values(value: Any) -> tuple[Any, ...]:
-    return tuple(value.values)
 
 
 def converted(function: Callable[..., Any]) -> Callable[..., Any]:

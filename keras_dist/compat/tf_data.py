@@ -117,6 +117,19 @@ def map_function(dataset: tf.data.Dataset) -> Callable[[Any], Any]:
     return mapped
 
 
+def map_digest(dataset: tf.data.Dataset) -> str:
+    """Returns a text for the operations, constants and captured tensors of a map, the last stage of a dataset.
+
+    It is the same in each process. Where a dataset function is traced, nobody compares, and the text is empty.
+    """
+    if not tf.executing_eagerly():
+        return ""
+    # With any other input, or the data would be hashed too.
+    other = tf.data.experimental.to_variant(tf.data.Dataset.range(0))
+    mapped = last_stage(dataset).again(tf.data.experimental.from_variant(other, dataset._input_dataset.element_spec))
+    return str(tf.raw_ops.DatasetFingerprint(input_dataset=tf.data.experimental.to_variant(mapped)).numpy())
+
+
 def is_stateless(dataset: tf.data.Dataset) -> bool:
     """True if the last stage, a map, uses no random numbers, Python functions, tables, counters or prints."""
     return not stateful_operations(dataset)
@@ -194,24 +207,18 @@ _ITERATING_ONCE = (filter_op._FilterDataset, *(
 ))  # fmt: skip
 
 
-@dataclasses.dataclass
-class Seeds:
-    """The seeds in a dataset, in a fixed order. (0, 0): drawn from the clock."""
+def seeds_of(dataset: tf.data.Dataset) -> tuple[list[Seed], list[Seed]]:
+    """Returns the seeds that decide which elements come in which order, and those of random numbers in maps only.
 
-    orders: list[Seed] = dataclasses.field(default_factory=list)  # they decide which elements come, in which order
-    values: list[Seed] = dataclasses.field(default_factory=list)  # only of random numbers in the functions of maps
-
-
-def seeds_of(dataset: tf.data.Dataset) -> Seeds:
-    """Returns the seeds of the stages and functions of a dataset."""
-    seeds = Seeds()
+    They are in a fixed order. (0, 0) is drawn from the clock.
+    """
+    orders, values = list[Seed](), list[Seed]()
     for stage in _stages(dataset):
         if isinstance(stage, _DRAWING):
-            seeds.orders.append((int(stage._seed), int(stage._seed2)))
+            orders.append((int(stage._seed), int(stage._seed2)))
         for op, seed in _seeds_of_functions(stage):
-            only_values = is_map(stage) and op.startswith(_VALUES)
-            (seeds.values if only_values else seeds.orders).append(seed)
-    return seeds
+            (values if is_map(stage) and op.startswith(_VALUES) else orders).append(seed)
+    return orders, values
 
 
 def _seeds_of_functions(stage: Any) -> Iterator[tuple[str, Seed]]:

@@ -18,48 +18,6 @@ from keras_dist.compat import keras_model
 from keras_dist.compat.tf_compat import context_value, nodes_of, often_traced, patched
 
 
-def map_digest(dataset: tf.data.Dataset) -> str:
-    """Returns a text for the operations, constants and captured tensors of a map, the last stage of a dataset."""
-    function = dataset._map_func.function
-    graph = function.graph.as_graph_def()
-    _rename(graph)
-    digest = hashlib.sha256(graph.SerializeToString(deterministic=True))
-    for tensor in function.captured_inputs:
-        digest.update(tf.io.serialize_tensor(tensor).numpy())
-    return digest.hexdigest()
-
-
-def _rename(graph: Any) -> None:
-    """Numbers the nodes and functions of a graph: their names may contain counters and addresses of this process."""
-    nodes = {node.name: f"node_{index}" for index, node in enumerate(graph.node)}
-    for node in graph.node:
-        node.name = nodes[node.name]
-        node.input[:] = [re.sub(r"^(\^?)([^:]+)", lambda m: m[1] + nodes[m[2]], name) for name in node.input]
-    functions = {part.signature.name: part for part in graph.library.function}
-    names: dict[str, str] = {}  # in the order of use: that of the library is any
-
-    def rename(operations: Any) -> None:
-        for node in operations:
-            node.attr.pop("_user_specified_name", None)
-            for _, attribute in sorted(node.attr.items()):
-                called = [attribute.func] if attribute.HasField("func") else attribute.list.func
-                for function in called:
-                    function.name = number(function.name)
-            node.op = number(node.op)
-
-    def number(name: str) -> str:
-        if name in functions and name not in names:
-            names[name] = f"function_{len(names)}"
-            rename(functions[name].node_def)
-        return names.get(name, name)
-
-    rename(graph.node)
-    for part in graph.library.function:
-        part.signature.name = names.get(part.signature.name, "unused")
-    graph.library.function.sort(key=lambda part: part.signature.name)
-    del graph.library.gradient[:]
-
-
 def constants_of(graph: tf.Graph) -> list[tuple[str, str, str]]:
     """Returns name, type and hash of each constant in a graph, and of each captured tensor that is no resource."""
     found = []
@@ -172,7 +130,7 @@ def script_operations(graph: Any, pattern: str) -> list[tuple[str, str]]:
     They are pairs of type and place, such as `"train.py:23"`. The pattern is for `"type name"` of an operation.
     """
     found = []
-    for operation in _operations(graph):
+    for operation in operations_of(graph):
         if re.search(pattern, f"{operation.type} {operation.name}"):
             frames = [frame for frame in operation.traceback if "/tensorflow/" not in frame.filename]
             if frames and not re.search("/keras(_dist)?/", frames[-1].filename):
@@ -180,11 +138,13 @@ def script_operations(graph: Any, pattern: str) -> list[tuple[str, str]]:
     return found
 
 
-def _operations(graph: Any) -> Iterator[Any]:
-    yield from graph.get_operations()
-    for function in getattr(graph, "_functions", {}).values():
-        if (inner := getattr(function, "graph", None)) is not None:
-            yield from _operations(inner)
+def operations_of(graph: Any) -> Iterator[Any]:
+    """Yields the operations of a graph and of all functions in it."""
+    graphs = [graph]
+    for current in graphs:  # grows meanwhile
+        yield from current.get_operations()
+        inner = [function.graph for function in current._functions.values() if hasattr(function, "graph")]
+        graphs += [each for each in inner if not any(each is known for known in graphs)]
 
 
 _IS_IN_UNCHECKED_BRANCH = contextvars.ContextVar("keras_dist_branch", default=False)

@@ -162,19 +162,6 @@ def trace(strategy: Any, step: Callable[[Any], Any], specs: Any) -> Traced:
     return Traced(replica, concrete.graph, flat, reductions)
 
 
-def ops_of(graph: Any) -> Iterator[Any]:
-    """Yields the operations of a graph and of all functions in it."""
-    seen = set()
-    pending = [graph]
-    while pending:
-        current = pending.pop()
-        if id(current) in seen:
-            continue
-        seen.add(id(current))
-        yield from current.get_operations()
-        pending.extend(function.graph for function in current._functions.values() if hasattr(function, "graph"))
-
-
 def start_xla() -> None:
     """Registers XLA's kernels, which happens when it first compiles something."""
     tf.function(lambda x: x + 1, jit_compile=True)(tf.zeros([]))

@@ -1,17 +1,12 @@
 """The stages of a dataset: maps only a rank's share, compares what ranks read, finds the place of a resumed run.
 
-Each rank cuts its share from each global batch, so every rank would do everything before `batch` for every example:
-decoding and augmenting would not get faster with more ranks. If the last stages are
+Each rank cuts its share from each global batch, so decoding and augmenting would not get faster with more ranks. If
+the last stages are `elements.map(f).batch(n)`, and `f` is stateless or draws random numbers without a seed, the
+elements are batched and cut first, and `f` maps only the share. Of arrays, the indices are cut, and each rank gathers
+its rows.
 
-    elements.map(f).batch(n)
-
-and `f` is stateless, the elements are batched and cut first, and `f` maps only the share. The result is the same. If
-`f` draws random numbers without a seed, the result is as random as in one process. Of arrays, the indices are cut, and
-each rank gathers the rows of its share.
-
-A hash of each global batch shows whether ranks read different data. Random augmentation differs on purpose:
-`map(augment, num_parallel_calls=...)` draws its random numbers in another order in each process. So elements are hashed
-as they are before such a map.
+A hash of each global batch shows whether ranks read different data. `map(augment, num_parallel_calls=...)` draws its
+random numbers in another order in each process. So elements are hashed as they are before such a map.
 
 TensorFlow cannot save iterators with Python functions or random maps (tensorflow/tensorflow#59398). So a resumed run
 makes its data again, begins as many iterations, since each draws another order, and skips the batches that were read.
@@ -27,7 +22,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist.compat import tf_data, tf_graphs
+from keras_dist.compat import tf_data
 from keras_dist.compat.tf_data import no_autograph
 from keras_dist.logging import logger
 
@@ -35,7 +30,6 @@ from keras_dist.logging import logger
 FINGERPRINT_BITS = 24
 # About this many numbers of a tensor are hashed at most: enough to include every example of a usual batch.
 _SAMPLED_NUMBERS = 4096
-_SAME_SIZE_INTEGER = {2: tf.int16, 4: tf.int32, 8: tf.int64}
 
 
 def fingerprint_of(batch: Any, sampled: int = _SAMPLED_NUMBERS) -> Any:
@@ -59,19 +53,10 @@ def _hash(tensor: Any, sampled: int) -> Any:
     numbers = tf.reshape(tensor, [-1])
     # With an odd stride, the sample of a table of even width includes all columns.
     stride = tf.bitwise.bitwise_or(tf.maximum(tf.size(numbers, tf.int64) // sampled, 1), 1)
-    bits, dtype = numbers[::stride], numbers.dtype
-    if dtype == tf.string:
-        bits = tf.strings.to_hash_bucket_fast(bits, 2**31 - 1)
-    elif dtype.is_complex:
-        bits = tf.bitcast(bits, tf.int64)
-    elif dtype.is_floating and dtype.size in _SAME_SIZE_INTEGER:
-        bits = tf.bitcast(bits, _SAME_SIZE_INTEGER[dtype.size])
-    bits = tf.reshape(tf.cast(bits, tf.int64), [-1])
-    # Odd factors, a different one at each position (multiplication wraps around).
-    factors = (2 * tf.range(tf.size(bits, tf.int64)) + 1) * 0x9E3779B97F4A7C1
-    products = bits * factors
-    products = tf.bitwise.bitwise_xor(products, tf.bitwise.right_shift(products, 32))
-    return tf.reduce_sum(products) + tf.size(numbers, tf.int64) * 0x85EBCA6B
+    sample = numbers[::stride]
+    if sample.dtype == tf.string:  # `tf.fingerprint` of no strings is any number
+        sample = tf.strings.to_hash_bucket_fast(sample, 2**31 - 1)
+    return tf.bitcast(tf.fingerprint(sample[None])[0], tf.int64) + tf.size(numbers, tf.int64) * 0x85EBCA6B
 
 
 def with_fingerprints(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
@@ -123,9 +108,8 @@ def seeds_of_order(dataset: tf.data.Dataset, drawn: int | None) -> list[tuple[in
 
     `drawn` is the global seed, if another run has another one.
     """
-    seeds = tf_data.seeds_of(dataset)
     # What no seed decides are values then, which the script wants to be others in each run.
-    orders, values = ([(0, 0) if seed[0] == drawn else seed for seed in of] for of in (seeds.orders, seeds.values))
+    orders, values = ([(0, 0) if seed[0] == drawn else seed for seed in of] for of in tf_data.seeds_of(dataset))
     return None if (0, 0) in orders else orders + values
 
 
@@ -255,7 +239,7 @@ def decompose(dataset: tf.data.Dataset) -> Pipeline | Arrays | None:
             if not (tf_data.is_stateless(current) or tf_data.is_unseeded(current)):
                 break
             maps.insert(0, tf_data.map_function(current))
-            digests.append(tf_graphs.map_digest(current))
+            digests.append(tf_data.map_digest(current))
             specs = tf.nest.flatten(before.element_spec)
             if _is_plain(before) and all(spec.shape.is_fully_defined() for spec in specs):
                 best = before, list(maps)

@@ -74,25 +74,19 @@ def cut(batch: Any, rank: int, size: int) -> Share:
     if can_be_cut is not True:
         count = tf.where(can_be_cut, count, total if rank == 0 else 0)
 
-    def take(leaf: Any) -> Any:
-        if (rows := _rows(leaf)) is None:
-            return leaf
+    def take(leaf: Any, rows: Any) -> Any:
         if can_be_cut is True:
             return _take_rows(leaf, first_row, stop_row, size)
         return _take_rows(leaf, tf.where(can_be_cut, first_row, 0), tf.where(can_be_cut, stop_row, rows), None)
 
     count, total = tf.convert_to_tensor(count), tf.convert_to_tensor(total)
-    return Share(tf.nest.map_structure(take, batch), count, total, tf.constant(0.0), tf.math.logical_not(can_be_cut))
+    return Share(_map_rows(take, batch), count, total, tf.constant(0.0), tf.math.logical_not(can_be_cut))
 
 
 def first_rows(share: Share, number: int) -> Share:
     """Returns a share of the first rows only, of none if they don't belong together."""
-
-    def take(leaf: Any) -> Any:
-        return leaf if (rows := _rows(leaf)) is None else _take_rows(leaf, 0, tf.minimum(rows, number), None)
-
-    count = tf.where(share.is_whole, 0, tf.minimum(share.count, number))
-    return share._replace(data=tf.nest.map_structure(take, share.data), count=count)
+    data = _map_rows(lambda leaf, rows: _take_rows(leaf, 0, tf.minimum(rows, number), None), share.data)
+    return share._replace(data=data, count=tf.where(share.is_whole, 0, tf.minimum(share.count, number)))
 
 
 @functools.cache
@@ -165,11 +159,6 @@ def without_prefetch() -> tf.data.Options:
     return options
 
 
-def repack(dataset: tf.data.Dataset, elements: tuple[Any, ...]) -> Any:
-    """Returns an element of a dataset from the arguments that `Dataset.map` unpacked it to."""
-    return elements if type(dataset.element_spec) is tuple else elements[0]
-
-
 def row_count(batch: Any) -> Any:
     """Returns the length of the first tensor of a batch, an int32 scalar."""
     counts = (rows for rows in map(_rows, tf.nest.flatten(batch)) if rows is not None)
@@ -186,6 +175,13 @@ def _rows(leaf: Any) -> Any:
         return None
     static = leaf.shape[0] if leaf.shape.rank else None
     return tf.shape(leaf)[0] if static is None else tf.constant(static, tf.int32)
+
+
+def _map_rows(function: Callable[[Any, Any], Any], batch: Any) -> Any:
+    """Maps the tensors of a batch that have rows. The function also takes how many."""
+    return tf.nest.map_structure(
+        lambda leaf: leaf if (rows := _rows(leaf)) is None else function(leaf, rows), batch
+    )
 
 
 def lengths_of(batch: Any) -> list[Any]:
@@ -229,16 +225,11 @@ def _take_rows(leaf: Any, start: Any, stop: Any, size: int | None) -> Any:
 def examples_of(share: Share) -> Any:
     """Returns the examples of a share, none if it is empty, so that metrics of a custom training loop count none."""
 
-    def counted(leaf: Any) -> Any:
-        has_rows = isinstance(leaf, tf.RaggedTensor) or (tf.is_tensor(leaf) and leaf.shape.rank not in (None, 0))
-        if not has_rows or isinstance(leaf, tf.SparseTensor):
-            return leaf
-        rows = leaf[: tf.where(share.count > 0, row_count(leaf), 0)]
-        if isinstance(rows, tf.Tensor) and not tf.executing_eagerly():
-            rows.set_shape([None, *leaf.shape[1:]])
-        return rows
+    def counted(leaf: Any, rows: Any) -> Any:
+        is_sparse = isinstance(leaf, tf.SparseTensor)
+        return leaf if is_sparse else _take_rows(leaf, 0, tf.where(share.count > 0, rows, 0), None)
 
-    return tf.nest.map_structure(counted, share.data)
+    return _map_rows(counted, share.data)
 
 
 def any_batch_size(spec: Any) -> Any:

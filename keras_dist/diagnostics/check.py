@@ -22,7 +22,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist.compat import keras_model, tpu_emulation
+from keras_dist.compat import keras_model, tf_graphs, tpu_emulation
 from keras_dist.compat.tpu_emulation import CompilerError, OutOfMemoryError
 from keras_dist.diagnostics import captured
 from keras_dist.diagnostics.report import Report, Target
@@ -99,7 +99,7 @@ def find(graph: Any, layers: Sequence[str]) -> list[dict[str, Any]]:
     tpu_emulation.start_xla()
     found: dict[tuple[str, str, int], dict[str, Any]] = {}
     # A gradient operation has no line in the user's code: it is reported only if its layer has no other operation.
-    for op in sorted(tpu_emulation.ops_of(graph), key=lambda op: _GRADIENT in op.name):
+    for op in sorted(tf_graphs.operations_of(graph), key=lambda op: _GRADIENT in op.name):
         if (why := _why(op)) is None:
             continue
         layer = _layer(op.name, layers)
@@ -259,7 +259,7 @@ class DryRun:
         code, target = tpu_emulation.lower(traced), self.target
 
         def compiled() -> dict[str, Any]:
-            operations = sum(1 for _ in tpu_emulation.ops_of(traced.graph))
+            operations = sum(1 for _ in tf_graphs.operations_of(traced.graph))
             self.send((what, self._last_seconds or operations * _SECONDS_PER_OPERATION))
             start = time.monotonic()
             try:

@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import hashlib
 import inspect
-import json
 import os
 import re
 import socket
@@ -127,8 +126,7 @@ def write_on_chief(backend: Backend, call: str, write: Callable[[], Any]) -> Any
     return result
 
 
-_ERROR_CHARACTERS = 4000
-_OUTCOME_BYTES = 100_000  # of JSON, which is at most 6 bytes for a character
+_DONE, _LONGEST_ERROR = "done", 4000  # what the process that has worked writes into the lock's file, in bytes
 
 
 def share_on_host() -> None:
@@ -155,22 +153,22 @@ def once_on_host(target: str, work: Callable[[], object]) -> bool:
                 outcome = ""  # if this process is interrupted: one of those that wait does the work
                 try:
                     work()
-                    outcome = json.dumps({"error": None})
+                    outcome = _DONE
                     return True
                 except Exception as raised:
-                    outcome = json.dumps({"error": f"{type(raised).__name__}: {raised}"[:_ERROR_CHARACTERS]})
+                    outcome = f"{type(raised).__name__}: {raised}"
                     raise
                 finally:  # leaves those that wait how it ended, and nothing on the disk
                     if is_at(lock, descriptor):
                         lock.unlink()
-                    os.pwrite(descriptor, outcome.encode(), 0)
+                    os.pwrite(descriptor, outcome.encode(errors="replace"), 0)
             # The one that we have waited for removed the file when it had ended.
-            if left := os.pread(descriptor, _OUTCOME_BYTES, 0):
-                if (error := json.loads(left)["error"]) is None:
+            if left := os.pread(descriptor, _LONGEST_ERROR, 0).decode(errors="replace"):
+                if left == _DONE:
                     return False
                 raise DistributionError(
                     "Another process of this host failed to write a file or folder, for which this one has waited.",
-                    f"{target}: {error}",
+                    f"{target}: {left}",
                     "See the error of the other rank.",
                 )
 

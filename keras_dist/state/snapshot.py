@@ -14,8 +14,9 @@ import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_model, keras_random
+from keras_dist.environment import Topology
 from keras_dist.errors import MismatchError
-from keras_dist.state.weights import assign, combine_metrics, mean_of, metric_states
+from keras_dist.state.weights import assign, combine_metrics, mean_of, metric_states, values_of
 from keras_dist.step.optimizer import accumulators_of, variables_of
 
 _PLAIN = (type(None), bool, int, float, str, np.ndarray, np.generic)
@@ -148,7 +149,8 @@ _SHARED = "variables"
 
 def take(model: keras.Model, optimizers: Sequence[Any]) -> dict[str, np.ndarray]:
     """Returns the weights, statistics and seeds of a model, and the state of its optimizers, as they are now."""
-    return {name: _value(variable) for name, variable in _named(model, optimizers).items()}
+    named = _named(model, optimizers)
+    return dict(zip(named, values_of(named.values()), strict=True))
 
 
 def put(arrays: Mapping[str, np.ndarray], model: keras.Model, optimizers: Sequence[Any]) -> None:
@@ -163,8 +165,7 @@ def put(arrays: Mapping[str, np.ndarray], model: keras.Model, optimizers: Sequen
             f"{name}: shape {saved.get(name, 'none')} in the commit, {current.get(name, 'none')} now",
             "Build and compile the model as before, or pass another directory to kd.callbacks.Commit.",
         )
-    for name, variable in variables.items():
-        variable.assign(arrays[name])
+    assign(list(variables.values()), [arrays[name] for name in variables])
 
 
 def _named(model: keras.Model, optimizers: Sequence[Any]) -> dict[str, Any]:
@@ -175,48 +176,35 @@ def _named(model: keras.Model, optimizers: Sequence[Any]) -> dict[str, Any]:
     return named
 
 
-class OwnState:
-    """What each rank has of its own between two epochs: metrics, statistics, accumulated gradients."""
-
-    def __init__(self, model: keras.Model, optimizers: Sequence[Any], backend: Backend) -> None:
-        self._model = model
-        self._backend = backend
-        self._statistics = keras_model.statistics_of(model)
-        self._accumulators = accumulators_of(optimizers)
-
-    def take(self) -> dict[str, Any]:
-        return {
-            "metrics": [[_value(v) for v in metric.variables] for metric in self._model.metrics],
-            "statistics": [_value(variable) for variable in self._statistics],
-            "accumulators": [_value(variable) for variable in self._accumulators],
-        }
-
-    def put(self, of_ranks: Sequence[dict[str, Any]], is_within_epoch: bool) -> None:
-        """Sets the state of this rank, from the states of all ranks, of which there may have been more or fewer.
-
-        If an epoch begins (`is_within_epoch=False`), Keras has reset the metrics for it.
-        """
-        topology = self._backend.topology
-        if len(of_ranks) == topology.size:
-            own = of_ranks[topology.rank]
-            if is_within_epoch:
-                for metric, values in zip(self._model.metrics, own["metrics"], strict=True):
-                    assign(metric.variables, values)
-            assign(self._statistics, own["statistics"])
-            assign(self._accumulators, own["accumulators"])
-            return
-        # The chief gets what all ranks had, the others nothing; of statistics all get the average.
-        if is_within_epoch and topology.is_chief:
-            combine_metrics(self._model, [own["metrics"] for own in of_ranks], metric_states(self._model)[1])
-        statistics = zip(*(own["statistics"] for own in of_ranks), strict=True)
-        assign(self._statistics, [mean_of(values) for values in statistics])
-        sums = [sum(values) for values in zip(*(own["accumulators"] for own in of_ranks), strict=True)]
-        assign(self._accumulators, [total if topology.is_chief else np.zeros_like(total) for total in sums])
+def take_own(model: keras.Model, optimizers: Sequence[Any]) -> dict[str, Any]:
+    """Returns what each rank has of its own between two epochs: metrics, statistics, accumulated gradients."""
+    return {
+        "metrics": [values_of(metric.variables) for metric in model.metrics],
+        "statistics": values_of(keras_model.statistics_of(model)),
+        "accumulators": values_of(accumulators_of(optimizers)),
+    }
 
 
-def _value(variable: Any) -> np.ndarray:
-    """Returns what a variable has now; of a variable on several cores, the value of all.
+def put_own(
+    of_ranks: Sequence[dict[str, Any]], model: keras.Model, optimizers: Sequence[Any], topology: Topology,
+    is_within_epoch: bool,
+) -> None:  # fmt: skip
+    """Sets the state of this rank, from the states of all ranks, of which there may have been more or fewer.
 
-    On a CPU nothing is copied: a variable whose value is in use gets other memory for its next value.
+    If an epoch begins (`is_within_epoch=False`), Keras has reset the metrics for it.
     """
-    return np.asarray(tf.convert_to_tensor(variable.value))
+    statistics, accumulators = keras_model.statistics_of(model), accumulators_of(optimizers)
+    if len(of_ranks) == topology.size:
+        own = of_ranks[topology.rank]
+        if is_within_epoch:
+            for metric, values in zip(model.metrics, own["metrics"], strict=True):
+                assign(metric.variables, values)
+        assign(statistics, own["statistics"])
+        assign(accumulators, own["accumulators"])
+        return
+    # The chief gets what all ranks had, the others nothing; of statistics all get the average.
+    if is_within_epoch and topology.is_chief:
+        combine_metrics(model, [own["metrics"] for own in of_ranks], metric_states(model)[1])
+    assign(statistics, [mean_of(values) for values in zip(*(own["statistics"] for own in of_ranks), strict=True)])
+    sums = [sum(values) for values in zip(*(own["accumulators"] for own in of_ranks), strict=True)]
+    assign(accumulators, [total if topology.is_chief else np.zeros_like(total) for total in sums])

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -134,9 +134,8 @@ def broadcast_state(
             optimizer.build(model.trainable_variables)
         variables += variables_of(optimizer)
     if backend.topology.size > 1:  # else do not copy what may be a large table
-        arrays = backend.broadcast_arrays([np.asarray(variable.value) for variable in variables])
-        for variable, array in zip(variables, arrays, strict=True):
-            variable.assign(array)
+        arrays = backend.broadcast_arrays(values_of(variables))
+        assign(variables, arrays)
     _keep_on_chief(accumulators_of(optimizers), backend)
     logger().debug("%s: broadcast the chief's %d variables, initial epoch: %s", call, len(variables), chiefs_epoch)
     keras_model.attach(model, keras_fit.INITIAL_EPOCH, chiefs_epoch)
@@ -187,8 +186,7 @@ def synchronize(
     check_weights(trained, of_trained)
     averaged = [variable for variable, sums in zip(statistics, of_statistics.T, strict=True) if np.any(sums != sums[0])]
     if averaged:
-        own = [np.asarray(variable.value) for variable in averaged]
-        by_rank = backend.all_gather_object("the averaging of statistics", own)
+        by_rank = backend.all_gather_object("the averaging of statistics", values_of(averaged))
         for variable, *values in zip(averaged, *by_rank, strict=True):
             variable.assign(mean_of(values))
     if np.any(of_accumulators[1:]):  # else all is on the chief already, or nothing is left
@@ -318,20 +316,24 @@ def _combine(model: keras.Model, gathered: Sequence[Any], resets: Any) -> dict[s
 
 def metric_states(model: keras.Model) -> tuple[list[list[np.ndarray]], list[list[np.ndarray]]]:
     """Returns the state of each metric, and its state after a reset: only what was counted since is summed."""
-    states = [_values(metric) for metric in model.metrics]
+    states = [values_of(metric.variables) for metric in model.metrics]
     resets = []
     attributes = keras_model.Attributes(keras_model.flat_metrics(model))
     held = attributes.now()  # a reset drops what they keep in Python too
     for metric, values in zip(model.metrics, states, strict=True):
         metric.reset_state()
-        resets.append(_values(metric))
+        resets.append(values_of(metric.variables))
         assign(metric.variables, values)
     attributes.set(held)
     return states, resets
 
 
-def _values(metric: Any) -> list[np.ndarray]:
-    return [np.asarray(variable.value) for variable in metric.variables]
+def values_of(variables: Iterable[Any]) -> list[np.ndarray]:
+    """Returns what variables have now; of a variable on several cores, the value of all.
+
+    On a CPU nothing is copied: a variable whose value is in use gets other memory for its next value.
+    """
+    return [np.asarray(tf.convert_to_tensor(variable.value)) for variable in variables]
 
 
 def assign(variables: Sequence[Any], values: Sequence[np.ndarray]) -> None:

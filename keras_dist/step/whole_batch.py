@@ -42,6 +42,7 @@ from keras_dist.compat import (
 from keras_dist.compat.keras_layers import Outside
 from keras_dist.compat.keras_model import attached, attached_to
 from keras_dist.compat.keras_random import layers_that_mix_examples
+from keras_dist.compat.tf_compat import context_value
 from keras_dist.data.shares import static_length
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import announce_once, logger
@@ -73,7 +74,7 @@ def compiled_layers(model: keras.Model, is_chief: bool) -> contextlib.AbstractCo
 
     def call(layer: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         nonlocal outside
-        if keras_layers.is_compiling() or tf.executing_eagerly() or keras_layers.is_symbolic():
+        if keras_layers.IS_COMPILING.get() or tf.executing_eagerly() or keras_layers.is_symbolic():
             return plain(*args, **kwargs)
         try:
             return _Call(layer, plain, (args, kwargs))()
@@ -139,7 +140,7 @@ class _Call:
             leaves[index] = tensor
         args, kwargs = keras.tree.pack_sequence_as(self._arguments, leaves)
         scope = keras_layers.PureScope(self._layer, self._variables, values)
-        with keras_strategy.initialized_at_once(), keras_layers.compiling(), scope:
+        with keras_strategy.initialized_at_once(), context_value(keras_layers.IS_COMPILING, True), scope:
             self._outputs = self._plain(*args, **kwargs)
             losses, self._owners = scope.take_losses()
         self._assigned = list(scope.assigned.values())

@@ -282,7 +282,7 @@ class ReplicaLoop(RankLoop):
     def _reduce(self, operation: str, value: Any) -> Any:
         if not isinstance(value, tf.distribute.DistributedValues):
             return value
-        values = tf_compat.replica_values(value)
+        values = value.values
         if operation == "sum":
             return tf.add_n(values)
         return mean_of_shares(values, tf.unstack(self._counts_by_replica))

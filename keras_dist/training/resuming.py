@@ -337,8 +337,8 @@ class CommittedRun(keras.callbacks.Callback):
     def _restore(self) -> None:
         state = self._state
         snapshot.restore(self._model.history, state["history"])
-        own_state = snapshot.OwnState(self._model, self._optimizers(), self._backend)
-        own_state.put(state["ranks"], is_within_epoch=self.batch > 0)
+        is_within_epoch, topology = self.batch > 0, self._backend.topology
+        snapshot.put_own(state["ranks"], self._model, self._optimizers(), topology, is_within_epoch)
         self._validated = state["validations"]
         self.data.restore(state["data"], self.batch, self._model.steps_per_execution)
         keras_fit.set_last_logs(self._model, state["logs"])
@@ -364,7 +364,7 @@ class CommittedRun(keras.callbacks.Callback):
         """Takes a snapshot of the state, which a thread writes. On all ranks, after the same step."""
         self.data.reading.wait()  # until what was read has been learned: by asynchronous parameter servers, too
         optimizers = self._optimizers()
-        own = snapshot.OwnState(self._model, optimizers, self._backend).take()
+        own = snapshot.take_own(self._model, optimizers)
         ranks = self._backend.all_gather_object("kd.callbacks.Commit", own)
         self._due.done(self.step)
         if not self._backend.topology.is_chief:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from keras.src.trainers import data_adapters
 
 from keras_dist.data import pipeline
-from keras_dist.data.pipeline import FINGERPRINT_BITS, Arrays, decompose, fingerprint_of
+from keras_dist.data.pipeline import FINGERPRINT_BITS, Arrays, Pipeline, decompose, fingerprint_of
 from keras_dist.data.shares import Share, may_be_empty, shard_dataset, share_bounds, take_share
 from tests.limits import examples
 
@@ -323,6 +323,23 @@ def digest(x: Any, **options: Any) -> str:
     pipeline = decompose(batches_of(x, batch_size=2, **options))
     assert pipeline is not None
     return pipeline.digest
+
+
+def test_other_maps_have_another_digest() -> None:
+    """Those of a map that was traced again are equal, whatever its nodes and functions are called."""
+
+    def digest_of(factor: Any) -> str:
+        @tf.function
+        def product(number: Any) -> Any:
+            return number * factor
+
+        pipeline = decompose(Dataset.range(8).map(product).batch(4))
+        assert isinstance(pipeline, Pipeline)
+        return pipeline.digest
+
+    assert digest_of(2) == digest_of(2) != digest_of(3)
+    captured, other = (tf.constant(number, tf.int64) for number in (2, 3))
+    assert digest_of(captured) == digest_of(tf.identity(captured)) != digest_of(other)
 
 
 def test_other_arrays_have_another_digest() -> None:

@@ -185,7 +185,7 @@ class TPUModel(DistributedModel):
         self._build(dataset.element_spec, kind == "train")
         length = -(-size // self._replicas)
         if self._lengths.get(kind, length) != length:
-            keras_fit.forget_function(self._model, kind)  # traced for another length
+            keras_model.attach(self._model, f"{kind}_function", None)  # traced for another length
         self._lengths[kind] = length
         replicas, self._why_not_filled = self._replicas, None
         if are_full and size % replicas == 0:

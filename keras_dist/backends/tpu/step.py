@@ -19,7 +19,8 @@ import tensorflow as tf
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, keras_model, keras_strategy, tf_compat, tf_data
 from keras_dist.compat.keras_strategy import ReplicaScope, like
-from keras_dist.data.shares import all_equal, lengths_of, repack, row_count, share_bounds, static_length
+from keras_dist.data.pipeline import map_elements
+from keras_dist.data.shares import all_equal, lengths_of, row_count, share_bounds, static_length
 from keras_dist.errors import NotSupportedError
 from keras_dist.step import step as step_module
 from keras_dist.step.gathering import gather_in_step
@@ -52,23 +53,21 @@ class Filled(NamedTuple):
 def even(dataset: tf.data.Dataset, size: int) -> tf.data.Dataset:
     """Returns a dataset of `Even` batches, which raises at a batch of another size."""
 
-    def same(*elements: Any) -> Even:
-        batch = repack(dataset, elements)
+    def same(batch: Any) -> Even:
         with tf.control_dependencies([_check(tf.equal, batch, size)]):
             return Even(_map(lambda leaf: tf.ensure_shape(tf.identity(leaf), [size, *leaf.shape[1:]]), batch))
 
-    return dataset.map(same, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+    return map_elements(dataset, same)
 
 
 def filled(dataset: tf.data.Dataset, size: int, replicas: int) -> tf.data.Dataset:
     """Returns a dataset of `Filled` batches of up to `size` examples, with the shares of other backends."""
 
-    def fill(*elements: Any) -> Filled:
-        batch = repack(dataset, elements)
+    def fill(batch: Any) -> Filled:
         with tf.control_dependencies([_check(tf.less_equal, batch, size)]):
             return _filled(batch, -(-size // replicas), replicas)
 
-    return dataset.map(fill, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+    return map_elements(dataset, fill)
 
 
 def _filled(batch: Any, share: int, replicas: int) -> Filled:
@@ -454,7 +453,7 @@ def _assign_combined(backend: Backend, scope: ReplicaScope) -> None:
     current = step_module.current()
     assert current is not None
     for variable in scope.assigned():
-        value = scope.take(variable)
+        value = scope.get_current_value(variable)
         if keras_strategy.is_float(variable):
             (value,) = current.weigh([value])
             value = backend.all_reduce_exact(value, current.next_name("variables"))
