@@ -227,15 +227,17 @@ class TPUModel(DistributedModel):
 
     # --- Steps ---
 
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...] = ()) -> Any:
+        (batch,) = args
+        cut = batch if isinstance(batch, Even | Filled) else step.split(as_tensors(batch), self._replicas)
+        return super().run(function, (cut,))
+
     def _run(self, function: Callable[..., Any], batch: Any) -> Any:
-        kind = self._kind_of(function)
-        is_cut = isinstance(batch, Even | Filled)
-        is_filled = isinstance(batch, Filled) if is_cut else step.size_of(batch) % self._replicas != 0
+        kind, is_filled = self._kind_of(function), isinstance(batch, Filled)
         counts = kind is not None and (is_filled or self._replicas > 1)
         traced: list[Any] = []  # by the last core; on all of them it is the same
 
         def replica(share: Any) -> Any:
-            share = share if is_cut else step.share_of_batch(share, self._replicas)
             # Copies: a step's own graph shows what depends on them, see `whole_batch.py`.
             share = tf.nest.map_structure(lambda leaf: tf.identity(leaf) if tf.is_tensor(leaf) else leaf, share)
             if kind is None and (self.exact or self._replicas > 1):
@@ -249,8 +251,7 @@ class TPUModel(DistributedModel):
                     traced[:] = applied
             return outputs, share.rows if is_filled else (), step.gradients_of(traced)
 
-        if is_cut:
-            batch = tf.nest.map_structure(lambda leaf: self._with_length(leaf, kind or "predict"), batch)
+        batch = tf.nest.map_structure(lambda leaf: self._with_length(leaf, kind or "predict"), batch)
         with contextlib.ExitStack() as stack:
             if counts:
                 stack.enter_context(
@@ -264,8 +265,7 @@ class TPUModel(DistributedModel):
                 stack.enter_context(keras_model.found_optimizers(self.prepare_found))
             outputs, rows, gradients = self._strategy.run(replica, args=(batch,))
         if self._applied is not None:
-            first = tf.nest.map_structure(lambda leaf: self._parts(leaf)[0], gradients)
-            self._applied += step.with_gradients(traced, first)
+            self._applied += step.with_gradients(traced, gradients, self._strategy)
         if kind is not None:
             return tf.nest.map_structure(lambda leaf: self._parts(leaf)[0], outputs)
         real = tf.concat(self._parts(rows), 0) > 0 if is_filled else None
@@ -312,14 +312,10 @@ class TPUModel(DistributedModel):
     def _total_of(self, batch: Any) -> Any:
         if isinstance(batch, Filled):
             return self._parts(batch.totals)[0][0]
-        if not isinstance(batch, Even):
-            return tf.constant(step.size_of(batch))
         first = tf.nest.flatten(batch.batch)[0]
         return tf.add_n([row_count(part) for part in self._parts(first)])
 
     def whole(self, batch: Any) -> Any:
-        if not isinstance(batch, Even | Filled):
-            return as_tensors(batch)
         real = tf.concat(self._parts(batch.rows), 0) > 0 if isinstance(batch, Filled) else None
         return tf.nest.map_structure(lambda leaf: self._together(leaf, real), batch.batch)
 
@@ -330,13 +326,15 @@ class TPUModel(DistributedModel):
     def _with_length(self, leaf: Any, kind: str) -> Any:
         """Restores the length of shares, which a TPU needs and Keras's loop over several steps loses."""
         parts = self._parts(leaf)
-        if None not in parts[0].shape:
+        if leaf is None or None not in parts[0].shape:
             return leaf
         parts = [tf.ensure_shape(part, [self._lengths[kind], *part.shape[1:]]) for part in parts]
         return parts[0] if tf.is_tensor(leaf) else tf_compat.per_replica(parts)
 
     def _together(self, leaf: Any, real: Any) -> Any:
         """Returns the rows of all shares. How many is known when the step runs, as it is in one process."""
+        if leaf is None:
+            return None
         rows = tf.concat(self._parts(leaf), 0)
         rows = rows if real is None else tf.boolean_mask(rows, real)
         return tf.compat.v1.placeholder_with_default(rows, tf.TensorShape([None]).concatenate(rows.shape[1:]))
