@@ -8,6 +8,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -47,8 +48,8 @@ class Placement:
         for part in parts_of(optimizer):
             if getattr(part, _ATTACHED, None) is None:
                 attach(part, _ATTACHED, True)
-                attach(part, "add_variable_from_reference", _beside_reference(part.add_variable_from_reference))
-                attach(part, "update_step", _beside_variable(part.update_step))
+                attach(part, "add_variable_from_reference", _on_server_of(0, part.add_variable_from_reference))
+                attach(part, "update_step", _on_server_of(1, part.update_step))
         for variable in optimizer.variables:
             self._place(variable)
 
@@ -57,13 +58,9 @@ class Placement:
         """While this is entered, copies of variables are here, where TensorFlow writes a file."""
         away = [(variable, keras_model.backing(variable)) for variable in variables]
         with concurrent.futures.ThreadPoolExecutor() as pool:  # several come at the same time
-            copies = list(pool.map(_read_here, [value for _, value in away]))
-        for (variable, value), copied in zip(away, copies, strict=True):
-            with tf.init_scope(), tf.device(HERE):
-                aggregation = value.aggregation
-                here = tf.Variable(copied, trainable=value.trainable, name=variable.name, aggregation=aggregation)
-            tf_compat.copy_identity(here, of=value)
-            keras_model.set_backing(variable, here)
+            copies = list(pool.map(lambda variable: _copied_to(HERE, variable), variables))
+        for variable, copy in zip(variables, copies, strict=True):
+            keras_model.set_backing(variable, copy)
         try:
             yield
         finally:
@@ -76,35 +73,29 @@ class Placement:
             return
         server = min(self._bytes, key=lambda name: self._bytes[name])
         self._bytes[server] += int(variable.shape.num_elements() or 0) * old.dtype.size
-        with tf.init_scope(), tf.device(server):
-            value, aggregation = old.read_value(), old.aggregation
-            new = tf.Variable(value, trainable=old.trainable, name=variable.name, aggregation=aggregation)
-        tf_compat.copy_identity(new, of=old)
-        keras_model.set_backing(variable, new)
+        keras_model.set_backing(variable, _copied_to(server, variable))
         logger().debug("variable %s is on %s", variable.path, server)
 
 
-def _read_here(variable: tf.Variable) -> tf.Tensor:
-    with tf.device(HERE):
-        return variable.read_value()
+def _copied_to(device: str, variable: Any) -> tf.Variable:
+    """Returns a copy of a Keras variable's value, which optimizers take for that value."""
+    old = keras_model.backing(variable)
+    with tf.init_scope(), tf.device(device):
+        value, aggregation = old.read_value(), old.aggregation
+        copy = tf.Variable(value, trainable=old.trainable, name=variable.name, aggregation=aggregation)
+    tf_compat.copy_identity(copy, of=old)
+    return copy
 
 
-def _beside_reference(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def add_variable_from_reference(reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
-        with tf.device(device_of(reference_variable)):
-            return plain(reference_variable, *args, **kwargs)
+def _on_server_of(position: int, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a method run on the server of the variable that is its argument there: only the gradient travels."""
 
-    return add_variable_from_reference
+    def method(*args: Any, **kwargs: Any) -> Any:
+        arguments = inspect.signature(plain).bind(*args, **kwargs).arguments
+        with tf.device(device_of([*arguments.values()][position])):
+            return plain(*args, **kwargs)
 
-
-def _beside_variable(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Updates a variable on its server: only the gradient travels."""
-
-    def update_step(gradient: Any, variable: Any, learning_rate: Any) -> Any:
-        with tf.device(device_of(variable)):
-            return plain(gradient, variable, learning_rate)
-
-    return update_step
+    return method
 
 
 def beside(value: Any, variable: Any) -> Any:
@@ -190,20 +181,15 @@ def _share_step() -> ShareStep | None:
     return step if isinstance(step, ShareStep) else None
 
 
-class OnWorkers:
+class OnWorkers(DatasetFunction):
     """Data that the workers read: `fit`, `evaluate` and `validation_data` take them, or a custom loop."""
 
     def __init__(self, function: Function, backend: Coordinator) -> None:
-        self._function = function
-        self._backend = backend
         self._size = backend.workers.size
-        self._source = DatasetFunction(function, self._size, backend.num_replicas)
+        super().__init__(function, self._size, backend.num_replicas)
+        self._backend = backend
         self._epochs = 0
         self._reader = ShardReader()  # of a custom loop
-
-    @property
-    def element_spec(self) -> Any:
-        return self._source.element_spec
 
     def __iter__(self) -> Iterator[Shares]:
         """Yields the workers' next batches, as the shares of a step in a custom loop. They stay on the workers."""
@@ -228,7 +214,7 @@ class OnWorkers:
     def shards(self) -> list[Shard]:
         """Begins a pass over the data."""
         self._epochs += 1
-        return [Shard(self._source, index, self._epochs - 1) for index in range(self._size)]
+        return [Shard(self, index, self._epochs - 1) for index in range(self._size)]
 
     def weighted(self, class_weight: dict[int, float] | None) -> OnWorkers:
         """Returns data whose examples have the weights of their classes."""

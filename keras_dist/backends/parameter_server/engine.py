@@ -38,7 +38,6 @@ class Engine(abc.ABC):
         self._size = backend.workers.size
         self._traced: dict[Any, Any] = {}
         self._reader = ShardReader()  # of what is read in this process
-        self._streams = itertools.count()  # of random numbers, one for each share that is predicted
         self._tests: tuple[Any, Iterator[Job]] | None = None  # an iterator, and the calls on its batches
         self._kind = "train"  # of the steps that run: "train" or "test"
 
@@ -60,19 +59,9 @@ class Engine(abc.ABC):
         jobs = self._tests[1]
         return self._execute(lambda: self._finish_test(next(jobs)))
 
+    @abc.abstractmethod
     def predict(self, batches: Sequence[Any]) -> Any:
         """Returns the predictions of some batches, in their order: each worker computes a share of each."""
-        batches = [without_optionals(batch) for batch in batches]
-        cuts = itertools.chain.from_iterable(exchange.cut(batch, self._size) for batch in batches)
-        shares = [share for share in cuts if share.count or not share.total]
-        spec = _spec_of_any_size(batches[0])
-        seeds = self._functions.seeds()
-        jobs = [
-            self._submit(self._functions.predict, share.data, (shifted_seeds(seeds, next(self._streams)),), spec)
-            for share in shares
-        ]
-        outputs = self._results(jobs)
-        return outputs[0] if len(outputs) == 1 else tf.nest.map_structure(exchange.concatenated, *outputs)
 
     def drain(self) -> None:  # noqa: B027 - synchronous steps are done when they return
         """Waits for the training steps that are under way, and counts them."""
@@ -115,9 +104,6 @@ class Engine(abc.ABC):
                 yield jobs.popleft()
         yield from jobs
         self._tests = None
-
-    def test_whole(self, batch: Any, spec: Any) -> Logs:
-        return self._finish_test(self._begin_test(batch, spec))
 
     def _begin_test(self, data: Any, spec: Any) -> Job:
         return self._submit(self._functions.test_whole, data, (self._functions.seeds(),), spec)
@@ -173,9 +159,10 @@ class SyncEngine(Engine):
         self._exact: SyncEngine | None = None  # makes the steps that a verification tries out
 
     def _train_step(self, iterator: Any) -> Logs:
-        shares, spec = self._next_shares(iterator), _share_spec(iterator)
-        self._verify("train", shares, spec, lambda exact, applied: exact.train_on(shares, iterator, applied))
-        self._keep_first_rows("train", shares, spec)
+        shares = self._next_shares(iterator)
+        self._look(
+            "train", shares, _share_spec(iterator), lambda exact, applied: exact.train_on(shares, iterator, applied)
+        )
         return self.train_on(shares, iterator)
 
     def train_on(self, shares: dict[int, Share], iterator: Any, applied: list[Any] | None = None) -> Logs:
@@ -206,8 +193,7 @@ class SyncEngine(Engine):
 
     def _test_step(self, data: Any) -> Logs:
         shares = self._next_shares(data)
-        self._verify("test", shares, _share_spec(data), lambda exact, _: exact.test_on(shares, data))
-        self._keep_first_rows("test", shares, _share_spec(data))
+        self._look("test", shares, _share_spec(data), lambda exact, _: exact.test_on(shares, data))
         return self.test_on(shares, data)
 
     def test_on(self, shares: dict[int, Share], iterator: Any) -> Logs:
@@ -215,70 +201,64 @@ class SyncEngine(Engine):
 
     def predict(self, batches: Sequence[Any]) -> Any:
         """The shares of a batch may compute something together. Batches follow each other: each one draws numbers."""
-        cuts = [self._cut(batch) for batch in batches]
-        if not all(cuts):  # a batch without examples has predictions too, of no rows
-            return super().predict(batches)
-        for shares in cuts:
-            self._verify_prediction(shares)
-        outputs = [output for shares in cuts for output in self.predict_on(shares)]
-        return outputs[0] if len(outputs) == 1 else tf.nest.map_structure(exchange.concatenated, *outputs)
+        outputs: list[Any] = []
+        for batch in map(without_optionals, batches):
+            shares = self._cut(batch)
+            self._look("predict", shares, None, lambda exact, _: exchange.whole_of(exact.predict_on(shares)))  # noqa: B023
+            # A batch without examples has predictions too, of no rows.
+            outputs += self.predict_on(shares or {0: Share(batch, 0, 0, exchange.NO_FINGERPRINT)})
+        return exchange.concatenated_all(outputs)
 
     def predict_on(self, shares: dict[int, Share]) -> list[Any]:
         parts = self._compute(self._functions.predict_share, shares, None, ())
         self._functions.set_seeds(parts[0].seeds)
         return [part.logs for part in parts]
 
-    def _verify_prediction(self, shares: dict[int, Share]) -> None:
-        self._verify("predict", shares, None, lambda exact, _: exchange.whole_of(exact.predict_on(shares)))
-
     def _verify_test(self, batch: Any, spec: Any) -> None:
-        if self._functions.distributed.verifications.get("test") is not None:
-            whole = Share(batch, count := int(row_count(batch)), count, exchange.NO_FINGERPRINT)
-            self._verify("test", {0: whole} if count else {}, spec, lambda exact, _: exact.test_whole(batch, spec))
+        whole = Share(batch, count := int(row_count(batch)), count, exchange.NO_FINGERPRINT)
+        self._look(
+            "test", {0: whole} if count else {}, spec,
+            lambda exact, _: exact._finish_test(exact._begin_test(batch, spec)),
+        )  # fmt: skip
 
-    def _verify(self, kind: str, shares: dict[int, Share], spec: Any, run: Callable[[SyncEngine, Any], Any]) -> None:
-        """Verifies a step if it is one of the first.
+    def _look(self, kind: str, shares: dict[int, Share], spec: Any, run: Callable[[SyncEngine, Any], Any]) -> None:
+        """Verifies a step if it is one of the first, and keeps rows for the check that is on by default if it is due.
 
         `run` makes it by another engine, whose noise and statistics are exact. Its second argument is as of
         `Step.applied`.
         """
-        verification = self._functions.distributed.verifications.get(kind)
-        if verification is None or not shares:
-            return
+        distributed = self._functions.distributed
+        verification, rows = distributed.verifications.get(kind), distributed.first_rows.get(kind)
 
         def run_exactly(applied: list[Any]) -> Any:
             self._exact = self._exact or SyncEngine(self._model, self._backend, self._functions.exact())
             return run(self._exact, applied)
 
-        step, total = getattr(self._model, f"{kind}_step"), next(iter(shares.values())).total
-        tried = Tried(lambda: self._read_shares(shares, spec), run_exactly, spec)
-        verification.look(self._functions.distributed, step, tried, tf.constant(total))
+        if shares and verification is not None:
+            step, total = getattr(self._model, f"{kind}_step"), next(iter(shares.values())).total
+            tried = Tried(lambda: self._read_shares(shares, spec), run_exactly, spec)
+            verification.look(distributed, step, tried, tf.constant(total))
+        if shares and rows is not None and rows.is_due:
+            datas = zip(shares.values(), self._read_shares(shares, spec), strict=True)
+            rows.keep([share._replace(data=data) for share, data in datas])
 
     def _read_shares(self, shares: dict[int, Share], spec: Any) -> list[Any]:
         datas = [share.data for share in shares.values()]
         if not any(isinstance(data, ShardBatch) for data in datas):
             return datas
-        return self._results([self._submit(_itself, data, (), spec) for data in datas])
-
-    def _keep_first_rows(self, kind: str, shares: dict[int, Share], spec: Any) -> None:
-        """Keeps rows for the check that is on by default, if it is due."""
-        rows = self._functions.distributed.first_rows.get(kind)
-        if rows is None or not rows.is_due or not shares:
-            return
-        datas = zip(shares.values(), self._read_shares(shares, spec), strict=True)
-        rows.keep([share._replace(data=data) for share, data in datas])
+        return self._results([self._submit(_same, data, (), spec) for data in datas])
 
     def _next_shares(self, iterator: Any) -> dict[int, Share]:
         """Returns the shares of the next step, by replica; none of them is empty."""
         if not isinstance(iterator, Pass):
-            return self._cut(next(iterator))
+            return self._cut(without_optionals(next(iterator)))
         while True:
             self._read_ahead(iterator)
             if shares_read := iterator.shares(self._results([*iterator.reads.values()])):
                 return shares_read
 
     def _cut(self, batch: Any) -> dict[int, Share]:
-        shares = exchange.cut(without_optionals(batch), self._size)
+        shares = exchange.cut(batch, self._size)
         return {index: share for index, share in enumerate(shares) if share.count}
 
     def _compute(self, function: Any, shares: dict[int, Share], iterator: Any, kept: tuple[Any, ...]) -> list[Outputs]:
@@ -337,17 +317,16 @@ class SyncEngine(Engine):
         return self._functions.count(kind, outputs, [share.count for share in shares.values()])
 
 
-def _itself(data: Any) -> Any:
+def _same(data: Any) -> Any:
     return data
 
 
 def _share_spec(iterator: Any) -> Any:
-    spec = spec_of(iterator)
-    return None if spec is None else tf.nest.map_structure(any_batch_size, spec)
+    return tf.nest.map_structure(any_batch_size, spec_of(iterator))
 
 
 def _spec_of_any_size(data: Any) -> Any:
-    return tf.nest.map_structure(any_batch_size, tf.nest.map_structure(type_of, data))
+    return tf.nest.map_structure(lambda leaf: any_batch_size(type_of(leaf)), data)
 
 
 class AsyncEngine(Engine):
@@ -358,6 +337,7 @@ class AsyncEngine(Engine):
         self._window = None if bound is None else bound // 2 + 1
         self._journals = backend.variable_devices()[0]
         self._begun = 0
+        self._streams = itertools.count()  # of random numbers, one for each share that is predicted
         self._fed: collections.deque[Job] = collections.deque()  # steps under way, first to last
         self._pass: Pass | None = None  # its steps may be under way too
         self._logs: Logs = {}
@@ -379,6 +359,16 @@ class AsyncEngine(Engine):
     def _test_step(self, data: Pass) -> Logs:
         seeds = self._functions.seeds
         return self._step_of_any_worker(data, self._functions.test_whole, lambda steps: [seeds()] * steps)
+
+    def predict(self, batches: Sequence[Any]) -> Any:
+        batches = [without_optionals(batch) for batch in batches]
+        cuts = itertools.chain.from_iterable(exchange.cut(batch, self._size) for batch in batches)
+        spec, seeds = _spec_of_any_size(batches[0]), self._functions.seeds()
+        jobs = [
+            self._submit(self._functions.predict, share.data, (shifted_seeds(seeds, next(self._streams)),), spec)
+            for share in cuts if share.count or not share.total
+        ]  # fmt: skip
+        return exchange.concatenated_all(self._results(jobs))
 
     def drain(self) -> None:
         self._count_fed(left=0)
@@ -404,12 +394,12 @@ class AsyncEngine(Engine):
         """Lets a worker make steps on batches that it reads, each with its random states."""
         if self._model.run_eagerly:
             return self._submit(function, batch, (seeds[0],), spec)
-        together = self._most > 1
-        key = function, str(spec), together
+        # A call that makes one step is repeated as a whole.
+        device = self._journals if self._most > 1 and function == self._functions.train_whole else None
+        key = function, str(spec), device
         if key not in self._traced:
             types = (tf.nest.map_structure(type_of, seeds[0]),)
-            device = self._journals if together and function == self._functions.train_whole else None
-            self._traced[key] = RemoteSteps(function, spec, types, self._functions.resets, together, device)
+            self._traced[key] = RemoteSteps(function, spec, types, self._functions.resets, device)
         steps = self._traced[key]
         args = (tf.nest.map_structure(lambda *states: tf.stack(states), *seeds),)
         return self._workers.submit(Job(steps, (next(steps.calls), args), batch))

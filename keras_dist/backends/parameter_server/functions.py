@@ -6,7 +6,6 @@ What a step on a worker would do to variables is caught, so that the coordinator
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -83,9 +82,6 @@ class Phase:
     is_last: bool = True
 
 
-_RECORDER: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar("keras_dist_recorder", default=None)
-
-
 class Recorder(Capture):
     """Records the gradients that a step applies while it is entered.
 
@@ -111,15 +107,6 @@ class Recorder(Capture):
         self._index = 0  # of the phase in which the step is
         self._changed: dict[int, Any] = {}  # by this phase
         self._read: set[int] = set()
-
-    def __enter__(self) -> Recorder:
-        super().__enter__()
-        self._token = _RECORDER.set(self)
-        return self
-
-    def __exit__(self, *args: Any) -> None:
-        _RECORDER.reset(self._token)
-        super().__exit__(*args)
 
     def record(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any] | None) -> None:
         _check_graph(self._graph, "applies gradients", f"optimizer {optimizer.name!r}")
@@ -167,11 +154,16 @@ def prepare_optimizer(optimizer: Any, backend: Coordinator) -> Callable[..., Any
 
     Its variables move to the servers. Calling it twice is the same as once. Returns its plain `apply`.
     """
-    if (attached := getattr(optimizer, _ATTACHED, None)) is not None:
-        backend.placement.place_optimizer(optimizer)
-        return attached
-    plain = keras_model.plain_apply(optimizer)
+    plain = getattr(optimizer, _ATTACHED, None)
+    if plain is None:
+        plain = keras_model.plain_apply(optimizer)
+        attach(optimizer, _ATTACHED, plain)
+        _replace_apply(optimizer, backend, plain)
+    backend.placement.place_optimizer(optimizer)
+    return plain
 
+
+def _replace_apply(optimizer: Any, backend: Coordinator, plain: Callable[..., Any]) -> None:
     def build(variables: Any) -> None:
         if not optimizer.built and variables is not None:  # a custom step with several optimizers, a custom loop
             build_optimizer(optimizer, variables)
@@ -181,34 +173,20 @@ def prepare_optimizer(optimizer: Any, backend: Coordinator) -> Callable[..., Any
         return plain(grads, trainable_variables)
 
     attach(optimizer, "apply", built)
-    if backend.mode == "sync":
+    is_sync = backend.mode == "sync"  # otherwise a step is on a whole batch
+    if is_sync:
         distribute_optimizer(optimizer, backend, consistency_check_of(backend.topology.size))
-    else:  # a step is on a whole batch
-        _check_updates(optimizer)
     unrecorded = optimizer.apply
 
     def apply(grads: Any, trainable_variables: Any = None) -> Any:
-        recorder = _RECORDER.get()
-        if recorder is None:
-            return unrecorded(grads, trainable_variables)
-        build(trainable_variables)
-        variables = None if trainable_variables is None else list(trainable_variables)
-        return recorder.record(optimizer, list(grads), variables)
-
-    attach(optimizer, _ATTACHED, plain)
-    attach(optimizer, "apply", apply)
-    backend.placement.place_optimizer(optimizer)
-    return plain
-
-
-def _check_updates(optimizer: Any) -> None:
-    """Makes an optimizer refuse to update outside of a step: the coordinator would train alone."""
-    plain = optimizer.apply
-
-    def apply(grads: Any, trainable_variables: Any = None) -> Any:
-        if step_module.current() is None and not isinstance(keras_model.stateless_scope(), Capture):
-            raise outside_of_a_step(f"the update of the optimizer {optimizer.name!r}")
-        return plain(grads, trainable_variables)
+        scope = keras_model.stateless_scope()
+        if isinstance(scope, Recorder):
+            variables = None if trainable_variables is None else list(trainable_variables)
+            build(variables)
+            return scope.record(optimizer, list(grads), variables)
+        if not (is_sync or isinstance(scope, Capture) or step_module.current() is not None):
+            raise outside_of_a_step(f"the update of the optimizer {optimizer.name!r}")  # the coordinator alone
+        return unrecorded(grads, trainable_variables)
 
     attach(optimizer, "apply", apply)
 

@@ -180,26 +180,29 @@ class _State(NamedTuple):
     results: Any  # the other outputs of the last step, serialized
 
     def packed(self) -> Any:
-        numbers = [tf.as_string(number) for number in self[:3]]
-        parts = tf.stack([*numbers, *map(tf.io.serialize_tensor, self.metrics)])
-        return tf.io.serialize_tensor(tf.concat([parts, self.results], 0))
+        return tf.io.serialize_tensor(tf.concat([packed([*self[:3], *self.metrics]), self.results], 0))
 
     @classmethod
     def of(cls, packed: Any, like: Sequence[Any]) -> _State:
         """Returns the state that was packed. Its metrics are like these."""
         parts = tf.ensure_shape(tf.io.parse_tensor(packed, tf.string), [None])
-        read, steps, has_ended = (tf.strings.to_number(parts[index], tf.int32) for index in range(3))
-        metrics = [
-            tf.ensure_shape(tf.io.parse_tensor(parts[3 + index], state.dtype), state.shape)
-            for index, state in enumerate(like)
+        values = [
+            tf.ensure_shape(tf.io.parse_tensor(parts[index], state.dtype), state.shape)
+            for index, state in enumerate([*tf.zeros([3], tf.int32), *like])
         ]
-        return cls(read, steps, has_ended, metrics, parts[3 + len(like) :])
+        read, steps, has_ended, *metrics = values
+        return cls(read, steps, has_ended, metrics, parts[len(values) :])
 
 
 class _Batch(NamedTuple):
     read: Any  # how many batches of the call were read, with this one
     examples: Any  # how many it has; `_END` if there are no more batches
     data: Any  # an optional that holds it
+
+
+def packed(tensors: Sequence[Any]) -> Any:
+    """Returns tensors as one: to fetch a tensor from a worker takes calls of its own."""
+    return tf.stack([tf.io.serialize_tensor(tensor) for tensor in tensors]) if tensors else tf.zeros([0], tf.string)
 
 
 class RemoteSteps:
@@ -209,15 +212,11 @@ class RemoteSteps:
         function: Makes a step. Its arguments are a batch, others, and the states of the metrics before it; it returns
             `Outputs`.
         types: The specifications of the other arguments, without the first axis, which is that of the steps.
-        together: False if it is called for one step at a time.
         device: The server that holds a journal of the calls; `None` if they may be repeated from their start.
     """
 
-    def __init__(
-        self, function: Any, spec: Any, types: Any, metrics: Sequence[Any], together: bool, device: str | None
-    ) -> None:
+    def __init__(self, function: Any, spec: Any, types: Any, metrics: Sequence[Any], device: str | None) -> None:
         self._function = function
-        self._together = together
         self._metrics = [tf.convert_to_tensor(state) for state in metrics]
         self._journal = None if device is None else _Journal(device)
         self._specs: Any = None  # of the results
@@ -250,35 +249,27 @@ class RemoteSteps:
         if self._journal is not None:
             before = _State.of(self._journal.begin(run, before.packed()), self._metrics)
 
-        def step(batch: _Batch, state: _State) -> tuple[Any, _State]:
-            """Returns whether this run continues, and the state after the step."""
+        def step(_: Any, batch: _Batch, state: _State) -> tuple[Any, _Batch, _State]:
+            """Returns whether this run continues, the next batch, and the state after the step."""
             tf.compat.v1.get_default_graph().seed = None  # see `RemoteFunction`
             own = tf.nest.map_structure(lambda of_all: of_all[batch.read - 1], args)
             outputs = self._function(batch.data.get_value(), *own, state.metrics)
             others = outputs._replace(metrics=(), seeds=())
             self._specs = tf.nest.map_structure(type_of, others)
-            leaves = [tf.io.serialize_tensor(leaf) for leaf in tf.nest.flatten(others, expand_composites=True)]
-            results = tf.stack(leaves) if leaves else tf.zeros([0], tf.string)
+            results = packed(tf.nest.flatten(others, expand_composites=True))
             after = _State(batch.read, state.steps + 1, state.has_ended, [*outputs.metrics], results)
-            return tf.constant(True) if self._journal is None else self._journal.note(run, after.packed()), after
-
-        def step_and_read(_: Any, batch: _Batch, state: _State) -> tuple[Any, _Batch, _State]:
-            goes_on, after = step(batch, state)
+            goes_on = tf.constant(True) if self._journal is None else self._journal.note(run, after.packed())
             return goes_on, _next_batch(iterator, batch.read, before.read, count), after
 
-        batch = _next_batch(iterator, zero, before.read, count)
-        first = tf.constant(True), batch, before
-        if self._together:
-            shapes = tf.nest.map_structure(_shape, first)
-            _, batch, state = tf.while_loop(
-                lambda goes_on, batch, _: goes_on & (batch.examples > 0),
-                step_and_read,
-                first,
-                (*shapes[:2], shapes[2]._replace(results=tf.TensorShape([None]))),
-                parallel_iterations=1,
-            )
-        else:
-            _, state = tf.cond(batch.examples > 0, lambda: step(batch, before), lambda: (first[0], before))
+        first = tf.constant(True), _next_batch(iterator, zero, before.read, count), before
+        shapes = tf.nest.map_structure(_shape, first)
+        _, batch, state = tf.while_loop(
+            lambda goes_on, batch, _: goes_on & (batch.examples > 0),
+            step,
+            first,
+            (*shapes[:2], shapes[2]._replace(results=tf.TensorShape([None]))),
+            parallel_iterations=1,
+        )
         return state._replace(has_ended=tf.cast(tf.equal(batch.examples, _END), tf.int32)).packed()
 
 
