@@ -30,6 +30,9 @@ from keras_dist.training.distributed import DistributedModel
 from keras_dist.training.options import Executions, Options
 from keras_dist.training.own_code import as_tensors
 
+# The steps of a call, in the order of its datasets; the last kind is that of all that follow.
+_KINDS = {"fit": ("train", "test"), "evaluate": ("test",), "predict": ("predict",)}
+
 
 class TPUModel(DistributedModel):
     """A model whose steps run on the replicas of TPUStrategy."""
@@ -83,23 +86,19 @@ class TPUModel(DistributedModel):
                 "Leave it out. To debug a step, run it without a TPU: kd.init('serial').",
             )
         with super()._running(call), self.scope(), contextlib.ExitStack() as stack:
-            if call.name == "fit":
-                may_choose = not options.act_between_batches(call.get("callbacks"))
-
-                def choose(epoch_iterator: Any) -> None:
-                    """Puts several steps into one execution. By now the number of steps of an epoch is known."""
-                    if self._executions.may_choose and may_choose:
-                        exactly = (epoch_iterator.steps_per_epoch, call.get("validation_steps"))
-                        number = options.number_of(epoch_iterator.data_adapter.num_batches, exactly)
-                        epoch_iterator.steps_per_execution = number
-                        stack.enter_context(self._executions.of(number))
-                        options.report(number)
-
-                stack.enter_context(self._preparing("train", "test", first=choose))
-            elif call.name in ("evaluate", "predict"):
+            if call.name in ("evaluate", "predict"):
                 stack.enter_context(self._executions.of(self._executions.asked))
-                stack.enter_context(self._preparing("test" if call.name == "evaluate" else "predict"))
+            if call.name in _KINDS:
+                stack.enter_context(self._preparing(call, stack))
             yield
+
+    def _choose_executions(self, call: Call, epoch_iterator: Any, stack: contextlib.ExitStack) -> None:
+        """Puts several steps of `fit` into one execution. By now the number of steps of an epoch is known."""
+        exactly = (epoch_iterator.steps_per_epoch, call.get("validation_steps"))
+        number = options.number_of(epoch_iterator.data_adapter.num_batches, exactly)
+        epoch_iterator.steps_per_execution = number
+        stack.enter_context(self._executions.of(number))
+        options.report(number)
 
     def _make_function(self, kind: str, call: Call) -> None:
         name = f"{kind}_function"
@@ -136,13 +135,10 @@ class TPUModel(DistributedModel):
     # --- Data ---
 
     @contextlib.contextmanager
-    def _preparing(self, *kinds: str, first: Callable[[Any], None] | None = None) -> Iterator[None]:
-        """Cuts each dataset that Keras iterates over into shares, in this context.
-
-        `kinds` are in the order of the datasets, the last one for all that follow. `first` gets the first iterator.
-        """
-        outer, self._kinds = self._kinds, list(kinds)
-        looks = [first] if first is not None else []
+    def _preparing(self, call: Call, stack: contextlib.ExitStack) -> Iterator[None]:
+        """Cuts each dataset that Keras iterates over into shares, in this context."""
+        outer, self._kinds = self._kinds, list(_KINDS[call.name])
+        may_choose = self._executions.may_choose and not options.act_between_batches(call.get("callbacks"))
 
         def prepare(epoch_iterator: Any) -> None:
             # A callback may evaluate this model or train another one, so several contexts may be entered.
@@ -152,8 +148,8 @@ class TPUModel(DistributedModel):
                 grows = self._groups_next and self._replicas > 1 and kind == "train"
                 if grows:
                     step.make_fewer_steps(epoch_iterator, self._replicas)
-                if looks:
-                    looks.pop()(epoch_iterator)
+                if kind == "train" and may_choose:
+                    self._choose_executions(call, epoch_iterator, stack)
                 self._prepare(epoch_iterator, kind, self._replicas if grows else 1)
 
         try:
