@@ -139,11 +139,6 @@ class Coordinator(ReplicaBackend):
     def not_of_one_process(self) -> str | None:
         return None if self.mode == "sync" else "asynchronous workers change the weights at any moment"
 
-    @property
-    def max_staleness(self) -> int | None:
-        """How many steps of others may come between reading weights and applying gradients to them."""
-        return self._options["max_staleness"]
-
     def variable_devices(self) -> Sequence[str]:
         return [device(SERVER, index) for index in range(len(self._cluster.servers))]
 
@@ -231,10 +226,10 @@ class OnWorkers(DatasetFunction):
 
 
 def _not_read() -> Iterator[Any]:
-    raise not_read_here("the batches of kd.shard(function), in `fit`")
+    raise not_read_here()
 
 
-def not_read_here(received: str) -> NotSupportedError:
+def not_read_here(received: str = "the batches of kd.shard(function), in `fit`") -> NotSupportedError:
     """Returns the error for data that this process would have to read, though the workers do."""
     return NotSupportedError(
         "What workers read is for `fit`, `evaluate`, `validation_data` and `kd.run`; this process never sees it.",
@@ -287,7 +282,7 @@ class Pass:
         return self
 
     def __next__(self) -> Any:
-        raise not_read_here("the batches of kd.shard(function), in `fit`")  # the engine takes steps, not batches
+        raise not_read_here()  # the engine takes steps, not batches
 
     def next_batches(self) -> list[ShardBatch]:
         """Returns the next batch of each worker; raises `StopIteration` if all shards have ended."""

@@ -33,8 +33,6 @@ def spec_of(iterator: Any) -> Any:
     """Returns what Keras would trace a step for, `None` where there is no dataset."""
     spec = getattr(iterator, "element_spec", None)
     spec = spec.parts[0].data if isinstance(spec, Shares) else spec
-    if spec is None:
-        return None
     return tf.nest.map_structure(lambda leaf: None if isinstance(leaf, tf.OptionalSpec) else leaf, spec)
 
 

@@ -18,7 +18,7 @@ from keras_dist.backends.parameter_server.coordinator import Coordinator, beside
 from keras_dist.backends.parameter_server.exchange import Known, Logs, Outputs, ShareStep
 from keras_dist.comm.replicas import explained_gradients
 from keras_dist.compat import keras_model, keras_random, tf_compat
-from keras_dist.compat.keras_model import announce_assignments, attach
+from keras_dist.compat.keras_model import announce_assignments, attach, updated_variables
 from keras_dist.errors import NotSupportedError
 from keras_dist.state import weights
 from keras_dist.step import optimizer as optimizers
@@ -90,12 +90,9 @@ class Recorder(Capture):
     were then: `values` has for each of them what it has kept.
     """
 
-    def __init__(
-        self, given: list[tuple[Any, Any]], trained: Sequence[Any], phases: Sequence[Phase], values: Sequence[Any]
-    ) -> None:
+    def __init__(self, given: list[tuple[Any, Any]], phases: Sequence[Phase], values: Sequence[Any]) -> None:
         super().__init__(given)
         self.phase = Phase()
-        self._trained = trained
         # Variables, since the step may take gradients with respect to them.
         self._before = [
             {
@@ -110,7 +107,7 @@ class Recorder(Capture):
 
     def record(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any] | None) -> None:
         _check_graph(self._graph, "applies gradients", f"optimizer {optimizer.name!r}")
-        targets = self._trained if variables is None else variables
+        targets = updated_variables(optimizer, variables)
         for variable in targets:
             if id(variable) in self.updated:
                 raise NotSupportedError(
@@ -234,8 +231,7 @@ class Functions:
     def train_share(self, data: Any, position: Any, seeds: Sequence[Any], known: Known) -> Outputs:
         """A training step on a share of a batch. Nothing is applied: it is run up to the end of a phase."""
         step, phase = self._step_on(data, position, known), len(known.kept)
-        trained = self._model.trainable_variables
-        recorder = Recorder(self._given(seeds), trained, self._phases[:phase], known.kept)
+        recorder = Recorder(self._given(seeds), self._phases[:phase], known.kept)
         with self._in_step(step, "train"), recorder:
             logs = self._logs_of("train", step.data)
         self._phases[phase:] = [recorder.phase]
@@ -253,12 +249,9 @@ class Functions:
         # Gradients go to the servers that apply them. They stay tensors: a share that is repeated counts once.
         gradients = []
         for by, own, given in recorder.phase.applied:
-            shares = zip(step.weigh_once(own, id(by) in step.weighs_losses_of), self._targets(given), strict=True)
-            gradients.append([beside(gradient, variable) for gradient, variable in shares])
+            weighed, variables = step.weigh_once(own, id(by) in step.weighs_losses_of), updated_variables(by, given)
+            gradients.append([beside(*pair) for pair in zip(weighed, variables, strict=True)])
         return outputs._replace(statistics=statistics, gradients=gradients, told=step.told)
-
-    def _targets(self, variables: Sequence[Any] | None) -> Sequence[Any]:
-        return self._model.trainable_variables if variables is None else variables
 
     def test_share(self, data: Any, position: Any, seeds: Sequence[Any], known: Known) -> Outputs:
         step = self._step_on(data, position, known)
@@ -388,10 +381,10 @@ class Functions:
 
     def _sums_of(self, phase: int, gradients: Sequence[Any]) -> list[list[Any]]:
         sums = []
-        for call, (_, traced, variables) in enumerate(self._phases[phase].applied):
+        for call, (optimizer, traced, given) in enumerate(self._phases[phase].applied):
             shares = zip(*[share[call] for share in gradients], strict=True)
             of_call = []
-            for parts, own, variable in zip(shares, traced, self._targets(variables), strict=True):
+            for parts, own, variable in zip(shares, traced, updated_variables(optimizer, given), strict=True):
                 with tf.device(device_of(variable)):
                     of_call.append(add_rows(_sum(parts), len(parts), own))
             sums.append(of_call)
@@ -401,7 +394,7 @@ class Functions:
         """Returns what a phase applies, as `Step.applied`, before it does."""
         applied = self._phases[phase].applied
         for optimizer, _, given in applied:
-            announce_assignments([*keras_model.updated_variables(optimizer, given), *optimizer.variables])
+            announce_assignments([*updated_variables(optimizer, given), *optimizer.variables])
         announce_assignments(self._statistics)
         sums = self._sums(phase, gradients)
         return [(optimizer, total, given) for (optimizer, _, given), total in zip(applied, sums, strict=True)]

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_dist.backends.parameter_server.exchange import Outputs, type_of
+from keras_dist.compat import tf_compat
 from keras_dist.compat.keras_random import tensorflow_seed
 from keras_dist.data.shares import any_batch_size, row_count
 from keras_dist.errors import ConfigurationError, NotSupportedError
@@ -64,11 +65,8 @@ class DatasetFunction:
         def make() -> Any:
             if self._seed is not None:
                 tf.compat.v1.set_random_seed(self._seed)
-            token = INPUT_CONTEXT.set(context)
-            try:
+            with tf_compat.context_value(INPUT_CONTEXT, context):
                 dataset = self._function(context)
-            finally:
-                INPUT_CONTEXT.reset(token)
             if not isinstance(dataset, tf.data.Dataset):
                 received, hint = type(dataset).__name__, "Add a `return` at its end."
                 raise ConfigurationError("A dataset function must return a tf.data.Dataset.", received, hint)
@@ -80,7 +78,7 @@ class DatasetFunction:
         return maker
 
     def dataset(self, worker: int) -> tf.data.Dataset:
-        """Makes the dataset of a worker on the current device, always the same."""
+        """Makes the dataset of a worker on the current device."""
         return tf.data.experimental.from_variant(self.makers[worker](), self.element_spec)
 
 
@@ -102,9 +100,7 @@ def _untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 def _check_graph(maker: Any) -> None:
     """Raises an error if a dataset needs what only this process has."""
-    graph = maker.graph.as_graph_def()
-    operations = {node.op for node in graph.node}
-    operations |= {node.op for function in graph.library.function for node in function.node_def}
+    operations = {node.op for node in tf_compat.nodes_of(maker.graph.as_graph_def())}
     if python := sorted(operations & {"PyFunc", "EagerPyFunc", "PyFuncStateless"}):
         raise NotSupportedError(
             "Workers can't run Python code for their data: tf.py_function, tf.numpy_function, from_generator.",
