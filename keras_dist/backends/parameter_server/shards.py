@@ -184,7 +184,7 @@ class _State(NamedTuple):
         parts = tf.ensure_shape(tf.io.parse_tensor(packed, tf.string), [None])
         values = [
             tf.ensure_shape(tf.io.parse_tensor(parts[index], state.dtype), state.shape)
-            for index, state in enumerate([*tf.zeros([3], tf.int32), *like])
+            for index, state in enumerate([*[tf.constant(0)] * 3, *like])
         ]
         read, steps, has_ended, *metrics = values
         return cls(read, steps, has_ended, metrics, parts[len(values) :])
