@@ -20,7 +20,7 @@ from keras_dist.backends.parameter_server.exchange import NO_FINGERPRINT, ShareS
 from keras_dist.backends.parameter_server.shards import DatasetFunction, Function, Shard, ShardBatch, ShardReader
 from keras_dist.backends.parameter_server.workers import Job, Workers
 from keras_dist.comm.replicas import ReplicaBackend
-from keras_dist.compat import keras_fit, keras_model, tf_compat
+from keras_dist.compat import keras_model, tf_compat
 from keras_dist.compat.keras_model import attach
 from keras_dist.data import sources
 from keras_dist.data.shares import Share, Shares, row_count
@@ -118,6 +118,7 @@ class Coordinator(ReplicaBackend):
     """
 
     uses_xla = False
+    has_processes = True
     _options: dict[str, Any]
     _cluster: Cluster
     workers: Workers
@@ -141,10 +142,6 @@ class Coordinator(ReplicaBackend):
 
     def variable_devices(self) -> Sequence[str]:
         return [device(SERVER, index) for index in range(len(self._cluster.servers))]
-
-    @property
-    def has_processes(self) -> bool:
-        return True
 
     @property
     def num_replicas(self) -> int:
@@ -219,7 +216,7 @@ class OnWorkers(DatasetFunction):
         return OnWorkers(lambda context: keras_model.weighted(function(context), class_weight), self._backend)
 
     def stand_in(self) -> tf.data.Dataset:
-        """Returns a dataset that Keras takes; `exchange` replaces it by these data."""
+        """Returns a dataset that Keras takes, until `Passes` over these data replace it."""
         nothing = tf.data.Dataset.from_generator(_not_read, output_signature=tf.TensorSpec([None]))
         attach(nothing, _DATA, self)
         return nothing
@@ -243,17 +240,10 @@ def stood_for(dataset: Any) -> OnWorkers | None:
     return getattr(dataset, _DATA, None)
 
 
-def exchange(epoch_iterator: Any) -> None:
-    """Makes Keras iterate over the data that workers read, where it was given a stand-in."""
-    on_workers = stood_for(keras_fit.distributed_dataset(epoch_iterator))
-    if on_workers is not None:
-        per_epoch, at_once = epoch_iterator.steps_per_epoch, epoch_iterator.steps_per_execution
-        limit = per_epoch and -(-per_epoch // at_once) * at_once
-        keras_fit.set_dataset(epoch_iterator, _Passes(on_workers, limit))
-
-
 @dataclasses.dataclass(frozen=True)
-class _Passes:
+class Passes:
+    """What Keras iterates over where it was given a stand-in."""
+
     on_workers: OnWorkers
     limit: int | None
 

@@ -30,7 +30,7 @@ from keras_dist.step.step import Step, consistency_check_of
 from keras_dist.step.whole_batch import compiled_layers, whole_batch
 from keras_dist.training.distributed import DistributedModel
 
-_ATTACHED = "_keras_dist_recorded"
+_PLAIN_APPLY = "_keras_dist_plain_apply"  # attribute of an optimizer
 
 
 class Capture(keras.StatelessScope):
@@ -146,28 +146,25 @@ def _check_graph(graph: Any, what: str, received: str) -> None:
         )
 
 
-def prepare_optimizer(optimizer: Any, backend: Coordinator) -> Callable[..., Any]:
+def prepare_optimizer(optimizer: Any, backend: Coordinator) -> None:
     """Makes an optimizer give its gradients to a step's recorder, or sum them over the replicas of a custom loop.
 
-    Its variables move to the servers. Calling it twice is the same as once. Returns its plain `apply`.
+    Its variables move to the servers. Calling it twice is the same as once.
     """
-    plain = getattr(optimizer, _ATTACHED, None)
-    if plain is None:
-        plain = keras_model.plain_apply(optimizer)
-        attach(optimizer, _ATTACHED, plain)
-        _replace_apply(optimizer, backend, plain)
+    if not hasattr(optimizer, _PLAIN_APPLY):
+        attach(optimizer, _PLAIN_APPLY, keras_model.plain_apply(optimizer))
+        _replace_apply(optimizer, backend)
     backend.placement.place_optimizer(optimizer)
-    return plain
 
 
-def _replace_apply(optimizer: Any, backend: Coordinator, plain: Callable[..., Any]) -> None:
+def _replace_apply(optimizer: Any, backend: Coordinator) -> None:
     def build(variables: Any) -> None:
         if not optimizer.built and variables is not None:  # a custom step with several optimizers, a custom loop
             build_optimizer(optimizer, variables)
 
     def built(grads: Any, trainable_variables: Any = None) -> Any:
         build(trainable_variables)
-        return plain(grads, trainable_variables)
+        return getattr(optimizer, _PLAIN_APPLY)(grads, trainable_variables)
 
     attach(optimizer, "apply", built)
     is_sync = backend.mode == "sync"  # otherwise a step is on a whole batch
@@ -192,19 +189,13 @@ class Functions:
     """What is traced for one built model, until something of it or of its optimizers changes."""
 
     def __init__(
-        self,
-        model: keras.Model,
-        backend: Coordinator,
-        plain_apply: dict[int, Callable[..., Any]],  # of optimizers, by their ids
-        distributed: DistributedModel,
-        is_exact: bool = False,  # as in `exact`
+        self, model: keras.Model, backend: Coordinator, distributed: DistributedModel, is_exact: bool = False
     ) -> None:
         self._model = model
         self._backend = backend
         self._logs = distributed.logs
         self.distributed = distributed
         self.is_exact = is_exact or distributed.exact
-        self._plain_apply = plain_apply
         self._metrics = list(model.metrics_variables)
         self._seeds = [generator.state for generator in keras_random.seed_generators(model)]
         self.resets = [value for values in weights.metric_states(model)[1] for value in values]
@@ -222,7 +213,7 @@ class Functions:
 
     def exact(self) -> Functions:
         """Returns functions of the same model whose noise and statistics are those of the whole batch."""
-        return Functions(self._model, self._backend, self._plain_apply, self.distributed, True)
+        return Functions(self._model, self._backend, self.distributed, True)
 
     def _given(self, seeds: Sequence[Any], metrics: Sequence[Any] | None = None) -> list[tuple[Any, Any]]:
         states = self.resets if metrics is None else metrics
@@ -369,7 +360,7 @@ class Functions:
         calls = zip(self._phases[phase].applied, self._sums_of(phase, gradients), strict=True)
         for (optimizer, _, variables), sums in calls:
             with tf.device(self._backend.variable_devices()[0]):  # what belongs to no variable: a norm, a learning rate
-                self._plain_apply[id(optimizer)](sums, *([] if variables is None else [variables]))
+                getattr(optimizer, _PLAIN_APPLY)(sums, *([] if variables is None else [variables]))
         for index, variable in enumerate(self._statistics if statistics else ()):
             values = [share[index] for share in statistics]
             backing, is_whole = keras_model.backing(variable), id(variable) in self._whole

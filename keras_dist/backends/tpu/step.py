@@ -418,8 +418,7 @@ def once(backend: Backend, function: Callable[[], Any]) -> Any:
 
 def _assign_combined(backend: Backend, scope: ReplicaScope) -> None:
     """Assigns what the replicas have assigned to variables: of floats the mean by examples, else the first one's."""
-    current = step_module.current()
-    assert current is not None
+    current = _current()
     for variable in scope.assigned():
         value = scope.take(variable)
         if keras_strategy.is_float(variable):
