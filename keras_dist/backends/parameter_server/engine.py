@@ -397,12 +397,12 @@ class AsyncEngine(Engine):
         """Lets a worker make steps on batches that it reads, each with its random states."""
         if self._model.run_eagerly:
             return self._submit(function, batch, (seeds[0],), spec)
-        # A call that makes one step is repeated as a whole.
-        device = self._journals if self._most > 1 and function == self._functions.train_whole else None
-        key = function, str(spec), device
+        together = self._most > 1
+        key = function, str(spec), together
         if key not in self._traced:
             types = (tf.nest.map_structure(type_of, seeds[0]),)
-            self._traced[key] = RemoteSteps(function, spec, types, self._functions.resets, device)
+            device = self._journals if together and function == self._functions.train_whole else None
+            self._traced[key] = RemoteSteps(function, spec, types, self._functions.resets, together, device)
         steps = self._traced[key]
         args = (tf.nest.map_structure(lambda *states: tf.stack(states), *seeds),)
         return self._workers.submit(Job(steps, (next(steps.calls), args), batch))

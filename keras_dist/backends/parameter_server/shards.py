@@ -208,11 +208,15 @@ class RemoteSteps:
         function: Makes a step. Its arguments are a batch, others, and the states of the metrics before it; it returns
             `Outputs`.
         types: The specifications of the other arguments, without the first axis, which is that of the steps.
+        together: False if it is called for one step at a time: no loop is needed.
         device: The server that holds a journal of the calls; `None` if they may be repeated from their start.
     """
 
-    def __init__(self, function: Any, spec: Any, types: Any, metrics: Sequence[Any], device: str | None) -> None:
+    def __init__(
+        self, function: Any, spec: Any, types: Any, metrics: Sequence[Any], together: bool, device: str | None
+    ) -> None:
         self._function = function
+        self._together = together
         self._metrics = [tf.convert_to_tensor(state) for state in metrics]
         self._journal = None if device is None else _Journal(device)
         self._specs: Any = None  # of the results
@@ -245,8 +249,8 @@ class RemoteSteps:
         if self._journal is not None:
             before = _State.of(self._journal.begin(run, before.packed()), self._metrics)
 
-        def step(_: Any, batch: _Batch, state: _State) -> tuple[Any, _Batch, _State]:
-            """Returns whether this run continues, the next batch, and the state after the step."""
+        def step(batch: _Batch, state: _State) -> tuple[Any, _State]:
+            """Returns whether this run continues, and the state after the step."""
             tf.compat.v1.get_default_graph().seed = None  # see `RemoteFunction`
             own = tf.nest.map_structure(lambda of_all: of_all[batch.read - 1], args)
             outputs = self._function(batch.data.get_value(), *own, state.metrics)
@@ -254,18 +258,25 @@ class RemoteSteps:
             self._specs = tf.nest.map_structure(type_of, others)
             results = packed(tf.nest.flatten(others, expand_composites=True))
             after = _State(batch.read, state.steps + 1, state.has_ended, [*outputs.metrics], results)
-            goes_on = tf.constant(True) if self._journal is None else self._journal.note(run, after.packed())
+            return tf.constant(True) if self._journal is None else self._journal.note(run, after.packed()), after
+
+        def step_and_read(_: Any, batch: _Batch, state: _State) -> tuple[Any, _Batch, _State]:
+            goes_on, after = step(batch, state)
             return goes_on, _next_batch(iterator, batch.read, before.read, count), after
 
-        first = tf.constant(True), _next_batch(iterator, zero, before.read, count), before
-        shapes = tf.nest.map_structure(_shape, first)
-        _, batch, state = tf.while_loop(
-            lambda goes_on, batch, _: goes_on & (batch.examples > 0),
-            step,
-            first,
-            (*shapes[:2], shapes[2]._replace(results=tf.TensorShape([None]))),
-            parallel_iterations=1,
-        )
+        batch = _next_batch(iterator, zero, before.read, count)
+        first = tf.constant(True), batch, before
+        if self._together:
+            shapes = tf.nest.map_structure(_shape, first)
+            _, batch, state = tf.while_loop(
+                lambda goes_on, batch, _: goes_on & (batch.examples > 0),
+                step_and_read,
+                first,
+                (*shapes[:2], shapes[2]._replace(results=tf.TensorShape([None]))),
+                parallel_iterations=1,
+            )
+        else:
+            _, state = tf.cond(batch.examples > 0, lambda: step(batch, before), lambda: (first[0], before))
         return state._replace(has_ended=tf.cast(tf.equal(batch.examples, _END), tf.int32)).packed()
 
 
