@@ -105,6 +105,9 @@ class Engine(abc.ABC):
         yield from jobs
         self._tests = None
 
+    def test_whole(self, batch: Any, spec: Any) -> Logs:
+        return self._finish_test(self._begin_test(batch, spec))
+
     def _begin_test(self, data: Any, spec: Any) -> Job:
         return self._submit(self._functions.test_whole, data, (self._functions.seeds(),), spec)
 
@@ -224,7 +227,7 @@ class SyncEngine(Engine):
     def _verify_test(self, batch: Any, spec: Any) -> None:
         whole = Share(batch, count := int(row_count(batch)), count, exchange.NO_FINGERPRINT)
         shares = {0: whole} if count else {}
-        self._look("test", Batch(shares, spec), lambda exact, _: exact._finish_test(exact._begin_test(batch, spec)))
+        self._look("test", Batch(shares, spec), lambda exact, _: exact.test_whole(batch, spec))
 
     def _look(self, kind: str, batch: Batch, run: Callable[[SyncEngine, Any], Any]) -> None:
         """Verifies a step if it is one of the first, and keeps rows for the check that is on by default if it is due.
