@@ -92,6 +92,7 @@ class ParameterServer(Coordinator):
     """
 
     name = "parameter_server"
+    keeps_metrics = False
 
     def __init__(
         self,
@@ -150,10 +151,6 @@ class ParameterServer(Coordinator):
             check_mode(self, f"kd.distribute({type(target).__name__}(...))")
             options.scale(target, self.num_replicas)
             prepare_optimizer(target, self)
-
-    @property
-    def keeps_metrics(self) -> bool:
-        return False
 
     @functools.cached_property
     def loop(self) -> Loop:

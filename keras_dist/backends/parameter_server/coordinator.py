@@ -8,6 +8,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from keras_dist.backends.parameter_server.exchange import NO_FINGERPRINT, ShareS
 from keras_dist.backends.parameter_server.shards import DatasetFunction, Function, Shard, ShardBatch, ShardReader
 from keras_dist.backends.parameter_server.workers import Job, Workers
 from keras_dist.comm.replicas import ReplicaBackend
-from keras_dist.compat import keras_fit, keras_model, tf_compat
+from keras_dist.compat import keras_model, tf_compat
 from keras_dist.compat.keras_model import attach
 from keras_dist.data import sources
 from keras_dist.data.shares import Share, Shares, row_count
@@ -47,8 +48,8 @@ class Placement:
         for part in parts_of(optimizer):
             if getattr(part, _ATTACHED, None) is None:
                 attach(part, _ATTACHED, True)
-                attach(part, "add_variable_from_reference", _beside_reference(part.add_variable_from_reference))
-                attach(part, "update_step", _beside_variable(part.update_step))
+                attach(part, "add_variable_from_reference", _on_server_of(0, part.add_variable_from_reference))
+                attach(part, "update_step", _on_server_of(1, part.update_step))
         for variable in optimizer.variables:
             self._place(variable)
 
@@ -57,13 +58,9 @@ class Placement:
         """While this is entered, copies of variables are here, where TensorFlow writes a file."""
         away = [(variable, keras_model.backing(variable)) for variable in variables]
         with concurrent.futures.ThreadPoolExecutor() as pool:  # several come at the same time
-            copies = list(pool.map(_read_here, [value for _, value in away]))
-        for (variable, value), copied in zip(away, copies, strict=True):
-            with tf.init_scope(), tf.device(HERE):
-                aggregation = value.aggregation
-                here = tf.Variable(copied, trainable=value.trainable, name=variable.name, aggregation=aggregation)
-            tf_compat.copy_identity(here, of=value)
-            keras_model.set_backing(variable, here)
+            copies = list(pool.map(lambda variable: _copied_to(HERE, variable), variables))
+        for variable, copy in zip(variables, copies, strict=True):
+            keras_model.set_backing(variable, copy)
         try:
             yield
         finally:
@@ -76,35 +73,29 @@ class Placement:
             return
         server = min(self._bytes, key=lambda name: self._bytes[name])
         self._bytes[server] += int(variable.shape.num_elements() or 0) * old.dtype.size
-        with tf.init_scope(), tf.device(server):
-            value, aggregation = old.read_value(), old.aggregation
-            new = tf.Variable(value, trainable=old.trainable, name=variable.name, aggregation=aggregation)
-        tf_compat.copy_identity(new, of=old)
-        keras_model.set_backing(variable, new)
+        keras_model.set_backing(variable, _copied_to(server, variable))
         logger().debug("variable %s is on %s", variable.path, server)
 
 
-def _read_here(variable: tf.Variable) -> tf.Tensor:
-    with tf.device(HERE):
-        return variable.read_value()
+def _copied_to(device: str, variable: Any) -> tf.Variable:
+    """Returns a copy of a Keras variable's value, which optimizers take for that value."""
+    old = keras_model.backing(variable)
+    with tf.init_scope(), tf.device(device):
+        value, aggregation = old.read_value(), old.aggregation
+        copy = tf.Variable(value, trainable=old.trainable, name=variable.name, aggregation=aggregation)
+    tf_compat.copy_identity(copy, of=old)
+    return copy
 
 
-def _beside_reference(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def add_variable_from_reference(reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
-        with tf.device(device_of(reference_variable)):
-            return plain(reference_variable, *args, **kwargs)
+def _on_server_of(position: int, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a method run on the server of the variable that is its argument there: only the gradient travels."""
 
-    return add_variable_from_reference
+    def method(*args: Any, **kwargs: Any) -> Any:
+        arguments = inspect.signature(plain).bind(*args, **kwargs).arguments
+        with tf.device(device_of([*arguments.values()][position])):
+            return plain(*args, **kwargs)
 
-
-def _beside_variable(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Updates a variable on its server: only the gradient travels."""
-
-    def update_step(gradient: Any, variable: Any, learning_rate: Any) -> Any:
-        with tf.device(device_of(variable)):
-            return plain(gradient, variable, learning_rate)
-
-    return update_step
+    return method
 
 
 def beside(value: Any, variable: Any) -> Any:
@@ -127,6 +118,7 @@ class Coordinator(ReplicaBackend):
     """
 
     uses_xla = False
+    has_processes = True
     _options: dict[str, Any]
     _cluster: Cluster
     workers: Workers
@@ -148,17 +140,8 @@ class Coordinator(ReplicaBackend):
     def not_of_one_process(self) -> str | None:
         return None if self.mode == "sync" else "asynchronous workers change the weights at any moment"
 
-    @property
-    def max_staleness(self) -> int | None:
-        """How many steps of others may come between reading weights and applying gradients to them."""
-        return self._options["max_staleness"]
-
     def variable_devices(self) -> Sequence[str]:
         return [device(SERVER, index) for index in range(len(self._cluster.servers))]
-
-    @property
-    def has_processes(self) -> bool:
-        return True
 
     @property
     def num_replicas(self) -> int:
@@ -190,20 +173,15 @@ def _share_step() -> ShareStep | None:
     return step if isinstance(step, ShareStep) else None
 
 
-class OnWorkers:
+class OnWorkers(DatasetFunction):
     """Data that the workers read: `fit`, `evaluate` and `validation_data` take them, or a custom loop."""
 
     def __init__(self, function: Function, backend: Coordinator) -> None:
-        self._function = function
-        self._backend = backend
         self._size = backend.workers.size
-        self._source = DatasetFunction(function, self._size, backend.num_replicas)
+        super().__init__(function, self._size, backend.num_replicas)
+        self._backend = backend
         self._epochs = 0
         self._reader = ShardReader()  # of a custom loop
-
-    @property
-    def element_spec(self) -> Any:
-        return self._source.element_spec
 
     def __iter__(self) -> Iterator[Shares]:
         """Yields the workers' next batches, as the shares of a step in a custom loop. They stay on the workers."""
@@ -228,7 +206,7 @@ class OnWorkers:
     def shards(self) -> list[Shard]:
         """Begins a pass over the data."""
         self._epochs += 1
-        return [Shard(self._source, index, self._epochs - 1) for index in range(self._size)]
+        return [Shard(self, index, self._epochs - 1) for index in range(self._size)]
 
     def weighted(self, class_weight: dict[int, float] | None) -> OnWorkers:
         """Returns data whose examples have the weights of their classes."""
@@ -238,17 +216,17 @@ class OnWorkers:
         return OnWorkers(lambda context: keras_model.weighted(function(context), class_weight), self._backend)
 
     def stand_in(self) -> tf.data.Dataset:
-        """Returns a dataset that Keras takes; `exchange` replaces it by these data."""
+        """Returns a dataset that Keras takes, until `Passes` over these data replace it."""
         nothing = tf.data.Dataset.from_generator(_not_read, output_signature=tf.TensorSpec([None]))
         attach(nothing, _DATA, self)
         return nothing
 
 
 def _not_read() -> Iterator[Any]:
-    raise not_read_here("the batches of kd.shard(function), in `fit`")
+    raise not_read_here()
 
 
-def not_read_here(received: str) -> NotSupportedError:
+def not_read_here(received: str = "the batches of kd.shard(function), in `fit`") -> NotSupportedError:
     """Returns the error for data that this process would have to read, though the workers do."""
     return NotSupportedError(
         "What workers read is for `fit`, `evaluate`, `validation_data` and `kd.run`; this process never sees it.",
@@ -262,17 +240,10 @@ def stood_for(dataset: Any) -> OnWorkers | None:
     return getattr(dataset, _DATA, None)
 
 
-def exchange(epoch_iterator: Any) -> None:
-    """Makes Keras iterate over the data that workers read, where it was given a stand-in."""
-    on_workers = stood_for(keras_fit.distributed_dataset(epoch_iterator))
-    if on_workers is not None:
-        per_epoch, at_once = epoch_iterator.steps_per_epoch, epoch_iterator.steps_per_execution
-        limit = per_epoch and -(-per_epoch // at_once) * at_once
-        keras_fit.set_dataset(epoch_iterator, _Passes(on_workers, limit))
-
-
 @dataclasses.dataclass(frozen=True)
-class _Passes:
+class Passes:
+    """What Keras iterates over where it was given a stand-in."""
+
     on_workers: OnWorkers
     limit: int | None
 
@@ -301,7 +272,7 @@ class Pass:
         return self
 
     def __next__(self) -> Any:
-        raise not_read_here("the batches of kd.shard(function), in `fit`")  # the engine takes steps, not batches
+        raise not_read_here()  # the engine takes steps, not batches
 
     def next_batches(self) -> list[ShardBatch]:
         """Returns the next batch of each worker; raises `StopIteration` if all shards have ended."""

@@ -38,7 +38,6 @@ class Engine(abc.ABC):
         self._size = backend.workers.size
         self._traced: dict[Any, Any] = {}
         self._reader = ShardReader()  # of what is read in this process
-        self._streams = itertools.count()  # of random numbers, one for each share that is predicted
         self._tests: tuple[Any, Iterator[Job]] | None = None  # an iterator, and the calls on its batches
         self._kind = "train"  # of the steps that run: "train" or "test"
 
@@ -60,19 +59,9 @@ class Engine(abc.ABC):
         jobs = self._tests[1]
         return self._execute(lambda: self._finish_test(next(jobs)))
 
+    @abc.abstractmethod
     def predict(self, batches: Sequence[Any]) -> Any:
         """Returns the predictions of some batches, in their order: each worker computes a share of each."""
-        batches = [without_optionals(batch) for batch in batches]
-        cuts = itertools.chain.from_iterable(exchange.cut(batch, self._size) for batch in batches)
-        shares = [share for share in cuts if share.count or not share.total]
-        spec = _spec_of_any_size(batches[0])
-        seeds = self._functions.seeds()
-        jobs = [
-            self._submit(self._functions.predict, share.data, (shifted_seeds(seeds, next(self._streams)),), spec)
-            for share in shares
-        ]
-        outputs = self._results(jobs)
-        return outputs[0] if len(outputs) == 1 else tf.nest.map_structure(exchange.concatenated, *outputs)
 
     def drain(self) -> None:  # noqa: B027 - synchronous steps are done when they return
         """Waits for the training steps that are under way, and counts them."""
@@ -157,6 +146,14 @@ class Engine(abc.ABC):
         return results
 
 
+class Batch(NamedTuple):
+    """The batch of a synchronous step."""
+
+    shares: dict[int, Share]  # by replica, without empty ones
+    spec: Any  # what the step is traced for
+    data: Pass | None = None  # from which the workers read it
+
+
 class Tried(NamedTuple):
     """A step that a verification tries out. The engine knows how."""
 
@@ -173,20 +170,19 @@ class SyncEngine(Engine):
         self._exact: SyncEngine | None = None  # makes the steps that a verification tries out
 
     def _train_step(self, iterator: Any) -> Logs:
-        shares, spec = self._next_shares(iterator), _share_spec(iterator)
-        self._verify("train", shares, spec, lambda exact, applied: exact.train_on(shares, iterator, applied))
-        self._keep_first_rows("train", shares, spec)
-        return self.train_on(shares, iterator)
+        batch = self._next_batch(iterator)
+        self._look("train", batch, lambda exact, applied: exact.train_on(batch, applied))
+        return self.train_on(batch)
 
-    def train_on(self, shares: dict[int, Share], iterator: Any, applied: list[Any] | None = None) -> Logs:
+    def train_on(self, batch: Batch, applied: list[Any] | None = None) -> Logs:
         """The workers compute the gradients of their shares. The sums are applied once.
 
-        `shares` are from `iterator`, by replica. `applied` is as of `Step.applied`, if the step is tried out.
+        `applied` is as of `Step.applied`, if the step is tried out.
         """
         functions = self._functions
         kept: tuple[Any, ...] = ()
         while True:
-            outputs = self._compute(functions.train_share, shares, iterator, kept)
+            outputs = self._compute(functions.train_share, batch, kept)
             values = functions.kept(len(kept))
             gradients = [output.gradients for output in outputs]
             if applied is not None:
@@ -194,7 +190,7 @@ class SyncEngine(Engine):
             statistics = [output.statistics for output in outputs] if values is None else []
             functions.apply(len(kept), gradients, statistics)
             if values is None:
-                return self._count("train", outputs, shares)
+                return self._count("train", outputs, batch)
             # The step reads weights after it has applied gradients to them: it is run again, up to its next phase.
             kept = (*kept, values)
 
@@ -205,86 +201,78 @@ class SyncEngine(Engine):
         return self._execute(lambda: self._test_step(iterator))
 
     def _test_step(self, data: Any) -> Logs:
-        shares = self._next_shares(data)
-        self._verify("test", shares, _share_spec(data), lambda exact, _: exact.test_on(shares, data))
-        self._keep_first_rows("test", shares, _share_spec(data))
-        return self.test_on(shares, data)
+        batch = self._next_batch(data)
+        self._look("test", batch, lambda exact, _: exact.test_on(batch))
+        return self.test_on(batch)
 
-    def test_on(self, shares: dict[int, Share], iterator: Any) -> Logs:
-        return self._count("test", self._compute(self._functions.test_share, shares, iterator, ()), shares)
+    def test_on(self, batch: Batch) -> Logs:
+        return self._count("test", self._compute(self._functions.test_share, batch), batch)
 
     def predict(self, batches: Sequence[Any]) -> Any:
         """The shares of a batch may compute something together. Batches follow each other: each one draws numbers."""
-        cuts = [self._cut(batch) for batch in batches]
-        if not all(cuts):  # a batch without examples has predictions too, of no rows
-            return super().predict(batches)
-        for shares in cuts:
-            self._verify_prediction(shares)
-        outputs = [output for shares in cuts for output in self.predict_on(shares)]
-        return outputs[0] if len(outputs) == 1 else tf.nest.map_structure(exchange.concatenated, *outputs)
+        outputs: list[Any] = []
+        for given in map(without_optionals, batches):
+            batch = self._cut(given)
+            self._look("predict", batch, lambda exact, _: exchange.whole_of(exact.predict_on(batch)))  # noqa: B023
+            if not batch.shares:  # there are predictions too, of no rows
+                batch = batch._replace(shares={0: exchange.cut(given, self._size)[0]})
+            outputs += self.predict_on(batch)
+        return exchange.concatenated_all(outputs)
 
-    def predict_on(self, shares: dict[int, Share]) -> list[Any]:
-        parts = self._compute(self._functions.predict_share, shares, None, ())
+    def predict_on(self, batch: Batch) -> list[Any]:
+        parts = self._compute(self._functions.predict_share, batch)
         self._functions.set_seeds(parts[0].seeds)
         return [part.logs for part in parts]
 
-    def _verify_prediction(self, shares: dict[int, Share]) -> None:
-        self._verify("predict", shares, None, lambda exact, _: exchange.whole_of(exact.predict_on(shares)))
-
     def _verify_test(self, batch: Any, spec: Any) -> None:
-        if self._functions.distributed.verifications.get("test") is not None:
-            whole = Share(batch, count := int(row_count(batch)), count, exchange.NO_FINGERPRINT)
-            self._verify("test", {0: whole} if count else {}, spec, lambda exact, _: exact.test_whole(batch, spec))
+        whole = Share(batch, count := int(row_count(batch)), count, exchange.NO_FINGERPRINT)
+        shares = {0: whole} if count else {}
+        self._look("test", Batch(shares, spec), lambda exact, _: exact.test_whole(batch, spec))
 
-    def _verify(self, kind: str, shares: dict[int, Share], spec: Any, run: Callable[[SyncEngine, Any], Any]) -> None:
-        """Verifies a step if it is one of the first.
+    def _look(self, kind: str, batch: Batch, run: Callable[[SyncEngine, Any], Any]) -> None:
+        """Verifies a step if it is one of the first, and keeps rows for the check that is on by default if it is due.
 
         `run` makes it by another engine, whose noise and statistics are exact. Its second argument is as of
         `Step.applied`.
         """
-        verification = self._functions.distributed.verifications.get(kind)
-        if verification is None or not shares:
-            return
+        distributed = self._functions.distributed
+        verification, rows = distributed.verifications.get(kind), distributed.first_rows.get(kind)
 
         def run_exactly(applied: list[Any]) -> Any:
             self._exact = self._exact or SyncEngine(self._model, self._backend, self._functions.exact())
             return run(self._exact, applied)
 
-        step, total = getattr(self._model, f"{kind}_step"), next(iter(shares.values())).total
-        tried = Tried(lambda: self._read_shares(shares, spec), run_exactly, spec)
-        verification.look(self._functions.distributed, step, tried, tf.constant(total))
+        if batch.shares and verification is not None:
+            step, total = getattr(self._model, f"{kind}_step"), next(iter(batch.shares.values())).total
+            tried = Tried(lambda: self._read_shares(batch), run_exactly, None if kind == "predict" else batch.spec)
+            verification.look(distributed, step, tried, tf.constant(total))
+        if batch.shares and rows is not None and rows.is_due:
+            datas = zip(batch.shares.values(), self._read_shares(batch), strict=True)
+            rows.keep([share._replace(data=data) for share, data in datas])
 
-    def _read_shares(self, shares: dict[int, Share], spec: Any) -> list[Any]:
-        datas = [share.data for share in shares.values()]
-        if not any(isinstance(data, ShardBatch) for data in datas):
+    def _read_shares(self, batch: Batch) -> list[Any]:
+        datas = [share.data for share in batch.shares.values()]
+        if batch.data is None:
             return datas
-        return self._results([self._submit(_itself, data, (), spec) for data in datas])
+        return self._results([self._submit(_same, data, (), batch.spec) for data in datas])
 
-    def _keep_first_rows(self, kind: str, shares: dict[int, Share], spec: Any) -> None:
-        """Keeps rows for the check that is on by default, if it is due."""
-        rows = self._functions.distributed.first_rows.get(kind)
-        if rows is None or not rows.is_due or not shares:
-            return
-        datas = zip(shares.values(), self._read_shares(shares, spec), strict=True)
-        rows.keep([share._replace(data=data) for share, data in datas])
-
-    def _next_shares(self, iterator: Any) -> dict[int, Share]:
-        """Returns the shares of the next step, by replica; none of them is empty."""
+    def _next_batch(self, iterator: Any) -> Batch:
+        spec = tf.nest.map_structure(any_batch_size, spec_of(iterator))
         if not isinstance(iterator, Pass):
-            return self._cut(next(iterator))
+            return self._cut(without_optionals(next(iterator)), spec)
         while True:
             self._read_ahead(iterator)
-            if shares_read := iterator.shares(self._results([*iterator.reads.values()])):
-                return shares_read
+            if shares := iterator.shares(self._results([*iterator.reads.values()])):
+                return Batch(shares, spec, iterator)
 
-    def _cut(self, batch: Any) -> dict[int, Share]:
-        shares = exchange.cut(without_optionals(batch), self._size)
-        return {index: share for index, share in enumerate(shares) if share.count}
+    def _cut(self, batch: Any, spec: Any = None) -> Batch:
+        shares = exchange.cut(batch, self._size)
+        filled = {index: share for index, share in enumerate(shares) if share.count}
+        return Batch(filled, _spec_of_any_size(shares[0].data) if spec is None else spec)
 
-    def _compute(self, function: Any, shares: dict[int, Share], iterator: Any, kept: tuple[Any, ...]) -> list[Outputs]:
+    def _compute(self, function: Any, batch: Batch, kept: tuple[Any, ...] = ()) -> list[Outputs]:
         """Lets the workers run a function on the shares. After it they read their next batches."""
-        seeds, spec = self._functions.seeds(), _share_spec(iterator)
-        spec = spec or _spec_of_any_size(next(iter(shares.values())).data)
+        seeds, shares = self._functions.seeds(), batch.shares
         positions, start = [], 0
         for at, (index, share) in enumerate(shares.items()):
             positions.append(tf.constant((share.count, share.total, index, at, len(shares), start)))
@@ -292,11 +280,13 @@ class SyncEngine(Engine):
 
         def submit(known: Known) -> list[Job]:
             datas = zip(shares.values(), positions, strict=True)
-            return [self._submit(function, share.data, (position, seeds, known), spec) for share, position in datas]
+            return [
+                self._submit(function, share.data, (position, seeds, known), batch.spec) for share, position in datas
+            ]
 
         jobs = submit(Known((), kept))
-        if isinstance(iterator, Pass):
-            self._read_ahead(iterator)
+        if batch.data is not None:
+            self._read_ahead(batch.data)
         outputs = self._results(jobs)
         if len(shares) == 1 or not outputs[0].told:
             return outputs
@@ -332,32 +322,28 @@ class SyncEngine(Engine):
         if not data.reads:
             data.reads = {batch: self._submit(None, batch, (), None) for batch in data.next_batches()}
 
-    def _count(self, kind: str, outputs: Sequence[Outputs], shares: dict[int, Share]) -> Logs:
+    def _count(self, kind: str, outputs: Sequence[Outputs], batch: Batch) -> Logs:
         self._functions.set_seeds(outputs[0].seeds)
-        return self._functions.count(kind, outputs, [share.count for share in shares.values()])
+        return self._functions.count(kind, outputs, [share.count for share in batch.shares.values()])
 
 
-def _itself(data: Any) -> Any:
+def _same(data: Any) -> Any:
     return data
 
 
-def _share_spec(iterator: Any) -> Any:
-    spec = spec_of(iterator)
-    return None if spec is None else tf.nest.map_structure(any_batch_size, spec)
-
-
 def _spec_of_any_size(data: Any) -> Any:
-    return tf.nest.map_structure(any_batch_size, tf.nest.map_structure(type_of, data))
+    return tf.nest.map_structure(lambda leaf: any_batch_size(type_of(leaf)), data)
 
 
 class AsyncEngine(Engine):
     def __init__(self, model: keras.Model, backend: Coordinator, functions: Functions) -> None:
         super().__init__(model, backend, functions)
-        bound = backend.max_staleness
+        bound = backend.options()["max_staleness"]
         # Of a window of w steps in a row, each sees at most 2 (w - 1) others: those begun before, and those after.
         self._window = None if bound is None else bound // 2 + 1
         self._journals = backend.variable_devices()[0]
         self._begun = 0
+        self._streams = itertools.count()  # of random numbers, one for each share that is predicted
         self._fed: collections.deque[Job] = collections.deque()  # steps under way, first to last
         self._pass: Pass | None = None  # its steps may be under way too
         self._logs: Logs = {}
@@ -379,6 +365,16 @@ class AsyncEngine(Engine):
     def _test_step(self, data: Pass) -> Logs:
         seeds = self._functions.seeds
         return self._step_of_any_worker(data, self._functions.test_whole, lambda steps: [seeds()] * steps)
+
+    def predict(self, batches: Sequence[Any]) -> Any:
+        batches = [without_optionals(batch) for batch in batches]
+        cuts = itertools.chain.from_iterable(exchange.cut(batch, self._size) for batch in batches)
+        spec, seeds = _spec_of_any_size(batches[0]), self._functions.seeds()
+        jobs = [
+            self._submit(self._functions.predict, share.data, (shifted_seeds(seeds, next(self._streams)),), spec)
+            for share in cuts if share.count or not share.total
+        ]  # fmt: skip
+        return exchange.concatenated_all(self._results(jobs))
 
     def drain(self) -> None:
         self._count_fed(left=0)

@@ -33,8 +33,6 @@ def spec_of(iterator: Any) -> Any:
     """Returns what Keras would trace a step for, `None` where there is no dataset."""
     spec = getattr(iterator, "element_spec", None)
     spec = spec.parts[0].data if isinstance(spec, Shares) else spec
-    if spec is None:
-        return None
     return tf.nest.map_structure(lambda leaf: None if isinstance(leaf, tf.OptionalSpec) else leaf, spec)
 
 
@@ -61,6 +59,10 @@ def concatenated(*parts: Any) -> Any:
     if isinstance(parts[0], tf.RaggedTensor):
         return tf.concat(list(parts), 0)
     return tf.concat([check_shapes(tf.stack([tf.shape(part)[1:] for part in parts]), parts[0]), *parts[1:]], 0)
+
+
+def concatenated_all(outputs: Sequence[Any]) -> Any:
+    return outputs[0] if len(outputs) == 1 else tf.nest.map_structure(concatenated, *outputs)
 
 
 Logs = dict[str, Any]

@@ -6,7 +6,6 @@ What a step on a worker would do to variables is caught, so that the coordinator
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,7 @@ from keras_dist.backends.parameter_server.coordinator import Coordinator, beside
 from keras_dist.backends.parameter_server.exchange import Known, Logs, Outputs, ShareStep
 from keras_dist.comm.replicas import explained_gradients
 from keras_dist.compat import keras_model, keras_random, tf_compat
-from keras_dist.compat.keras_model import announce_assignments, attach
+from keras_dist.compat.keras_model import announce_assignments, attach, updated_variables
 from keras_dist.errors import NotSupportedError
 from keras_dist.state import weights
 from keras_dist.step import optimizer as optimizers
@@ -31,7 +30,7 @@ from keras_dist.step.step import Step, consistency_check_of
 from keras_dist.step.whole_batch import compiled_layers, whole_batch
 from keras_dist.training.distributed import DistributedModel
 
-_ATTACHED = "_keras_dist_recorded"
+_PLAIN_APPLY = "_keras_dist_plain_apply"  # attribute of an optimizer
 
 
 class Capture(keras.StatelessScope):
@@ -83,9 +82,6 @@ class Phase:
     is_last: bool = True
 
 
-_RECORDER: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar("keras_dist_recorder", default=None)
-
-
 class Recorder(Capture):
     """Records the gradients that a step applies while it is entered.
 
@@ -94,12 +90,9 @@ class Recorder(Capture):
     were then: `values` has for each of them what it has kept.
     """
 
-    def __init__(
-        self, given: list[tuple[Any, Any]], trained: Sequence[Any], phases: Sequence[Phase], values: Sequence[Any]
-    ) -> None:
+    def __init__(self, given: list[tuple[Any, Any]], phases: Sequence[Phase], values: Sequence[Any]) -> None:
         super().__init__(given)
         self.phase = Phase()
-        self._trained = trained
         # Variables, since the step may take gradients with respect to them.
         self._before = [
             {
@@ -112,18 +105,9 @@ class Recorder(Capture):
         self._changed: dict[int, Any] = {}  # by this phase
         self._read: set[int] = set()
 
-    def __enter__(self) -> Recorder:
-        super().__enter__()
-        self._token = _RECORDER.set(self)
-        return self
-
-    def __exit__(self, *args: Any) -> None:
-        _RECORDER.reset(self._token)
-        super().__exit__(*args)
-
     def record(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any] | None) -> None:
         _check_graph(self._graph, "applies gradients", f"optimizer {optimizer.name!r}")
-        targets = self._trained if variables is None else variables
+        targets = updated_variables(optimizer, variables)
         for variable in targets:
             if id(variable) in self.updated:
                 raise NotSupportedError(
@@ -162,53 +146,41 @@ def _check_graph(graph: Any, what: str, received: str) -> None:
         )
 
 
-def prepare_optimizer(optimizer: Any, backend: Coordinator) -> Callable[..., Any]:
+def prepare_optimizer(optimizer: Any, backend: Coordinator) -> None:
     """Makes an optimizer give its gradients to a step's recorder, or sum them over the replicas of a custom loop.
 
-    Its variables move to the servers. Calling it twice is the same as once. Returns its plain `apply`.
+    Its variables move to the servers. Calling it twice is the same as once.
     """
-    if (attached := getattr(optimizer, _ATTACHED, None)) is not None:
-        backend.placement.place_optimizer(optimizer)
-        return attached
-    plain = keras_model.plain_apply(optimizer)
+    if not hasattr(optimizer, _PLAIN_APPLY):
+        attach(optimizer, _PLAIN_APPLY, keras_model.plain_apply(optimizer))
+        _replace_apply(optimizer, backend)
+    backend.placement.place_optimizer(optimizer)
 
+
+def _replace_apply(optimizer: Any, backend: Coordinator) -> None:
     def build(variables: Any) -> None:
         if not optimizer.built and variables is not None:  # a custom step with several optimizers, a custom loop
             build_optimizer(optimizer, variables)
 
     def built(grads: Any, trainable_variables: Any = None) -> Any:
         build(trainable_variables)
-        return plain(grads, trainable_variables)
+        return getattr(optimizer, _PLAIN_APPLY)(grads, trainable_variables)
 
     attach(optimizer, "apply", built)
-    if backend.mode == "sync":
+    is_sync = backend.mode == "sync"  # otherwise a step is on a whole batch
+    if is_sync:
         distribute_optimizer(optimizer, backend, consistency_check_of(backend.topology.size))
-    else:  # a step is on a whole batch
-        _check_updates(optimizer)
     unrecorded = optimizer.apply
 
     def apply(grads: Any, trainable_variables: Any = None) -> Any:
-        recorder = _RECORDER.get()
-        if recorder is None:
-            return unrecorded(grads, trainable_variables)
-        build(trainable_variables)
-        variables = None if trainable_variables is None else list(trainable_variables)
-        return recorder.record(optimizer, list(grads), variables)
-
-    attach(optimizer, _ATTACHED, plain)
-    attach(optimizer, "apply", apply)
-    backend.placement.place_optimizer(optimizer)
-    return plain
-
-
-def _check_updates(optimizer: Any) -> None:
-    """Makes an optimizer refuse to update outside of a step: the coordinator would train alone."""
-    plain = optimizer.apply
-
-    def apply(grads: Any, trainable_variables: Any = None) -> Any:
-        if step_module.current() is None and not isinstance(keras_model.stateless_scope(), Capture):
-            raise outside_of_a_step(f"the update of the optimizer {optimizer.name!r}")
-        return plain(grads, trainable_variables)
+        scope = keras_model.stateless_scope()
+        if isinstance(scope, Recorder):
+            variables = None if trainable_variables is None else list(trainable_variables)
+            build(variables)
+            return scope.record(optimizer, list(grads), variables)
+        if not (is_sync or isinstance(scope, Capture) or step_module.current() is not None):
+            raise outside_of_a_step(f"the update of the optimizer {optimizer.name!r}")  # the coordinator alone
+        return unrecorded(grads, trainable_variables)
 
     attach(optimizer, "apply", apply)
 
@@ -217,19 +189,13 @@ class Functions:
     """What is traced for one built model, until something of it or of its optimizers changes."""
 
     def __init__(
-        self,
-        model: keras.Model,
-        backend: Coordinator,
-        plain_apply: dict[int, Callable[..., Any]],  # of optimizers, by their ids
-        distributed: DistributedModel,
-        is_exact: bool = False,  # as in `exact`
+        self, model: keras.Model, backend: Coordinator, distributed: DistributedModel, is_exact: bool = False
     ) -> None:
         self._model = model
         self._backend = backend
         self._logs = distributed.logs
         self.distributed = distributed
         self.is_exact = is_exact or distributed.exact
-        self._plain_apply = plain_apply
         self._metrics = list(model.metrics_variables)
         self._seeds = [generator.state for generator in keras_random.seed_generators(model)]
         self.resets = [value for values in weights.metric_states(model)[1] for value in values]
@@ -247,7 +213,7 @@ class Functions:
 
     def exact(self) -> Functions:
         """Returns functions of the same model whose noise and statistics are those of the whole batch."""
-        return Functions(self._model, self._backend, self._plain_apply, self.distributed, True)
+        return Functions(self._model, self._backend, self.distributed, True)
 
     def _given(self, seeds: Sequence[Any], metrics: Sequence[Any] | None = None) -> list[tuple[Any, Any]]:
         states = self.resets if metrics is None else metrics
@@ -256,8 +222,7 @@ class Functions:
     def train_share(self, data: Any, position: Any, seeds: Sequence[Any], known: Known) -> Outputs:
         """A training step on a share of a batch. Nothing is applied: it is run up to the end of a phase."""
         step, phase = self._step_on(data, position, known), len(known.kept)
-        trained = self._model.trainable_variables
-        recorder = Recorder(self._given(seeds), trained, self._phases[:phase], known.kept)
+        recorder = Recorder(self._given(seeds), self._phases[:phase], known.kept)
         with self._in_step(step, "train"), recorder:
             logs = self._logs_of("train", step.data)
         if step.looked_up:
@@ -281,12 +246,9 @@ class Functions:
         # Gradients go to the servers that apply them. They stay tensors: a share that is repeated counts once.
         gradients = []
         for by, own, given in recorder.phase.applied:
-            shares = zip(step.weigh_once(own, id(by) in step.weighs_losses_of), self._targets(given), strict=True)
-            gradients.append([beside(gradient, variable) for gradient, variable in shares])
+            weighed, variables = step.weigh_once(own, id(by) in step.weighs_losses_of), updated_variables(by, given)
+            gradients.append([beside(*pair) for pair in zip(weighed, variables, strict=True)])
         return outputs._replace(statistics=statistics, gradients=gradients, told=step.told)
-
-    def _targets(self, variables: Sequence[Any] | None) -> Sequence[Any]:
-        return self._model.trainable_variables if variables is None else variables
 
     def test_share(self, data: Any, position: Any, seeds: Sequence[Any], known: Known) -> Outputs:
         step = self._step_on(data, position, known)
@@ -404,7 +366,7 @@ class Functions:
         calls = zip(self._phases[phase].applied, self._sums_of(phase, gradients), strict=True)
         for (optimizer, _, variables), sums in calls:
             with tf.device(self._backend.variable_devices()[0]):  # what belongs to no variable: a norm, a learning rate
-                self._plain_apply[id(optimizer)](sums, *([] if variables is None else [variables]))
+                getattr(optimizer, _PLAIN_APPLY)(sums, *([] if variables is None else [variables]))
         for index, variable in enumerate(self._statistics if statistics else ()):
             values = [share[index] for share in statistics]
             backing, is_whole = keras_model.backing(variable), id(variable) in self._whole
@@ -416,10 +378,10 @@ class Functions:
 
     def _sums_of(self, phase: int, gradients: Sequence[Any]) -> list[list[Any]]:
         sums = []
-        for call, (_, traced, variables) in enumerate(self._phases[phase].applied):
+        for call, (optimizer, traced, given) in enumerate(self._phases[phase].applied):
             shares = zip(*[share[call] for share in gradients], strict=True)
             of_call = []
-            for parts, own, variable in zip(shares, traced, self._targets(variables), strict=True):
+            for parts, own, variable in zip(shares, traced, updated_variables(optimizer, given), strict=True):
                 with tf.device(device_of(variable)):
                     of_call.append(add_rows(_sum(parts), len(parts), own))
             sums.append(of_call)
@@ -429,7 +391,7 @@ class Functions:
         """Returns what a phase applies, as `Step.applied`, before it does."""
         applied = self._phases[phase].applied
         for optimizer, _, given in applied:
-            announce_assignments([*keras_model.updated_variables(optimizer, given), *optimizer.variables])
+            announce_assignments([*updated_variables(optimizer, given), *optimizer.variables])
         announce_assignments(self._statistics)
         sums = self._sums(phase, gradients)
         return [(optimizer, total, given) for (optimizer, _, given), total in zip(applied, sums, strict=True)]

@@ -12,9 +12,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist.backends.parameter_server import coordinator
 from keras_dist.backends.parameter_server.cluster import HERE
-from keras_dist.backends.parameter_server.coordinator import Coordinator, OnWorkers, stood_for
+from keras_dist.backends.parameter_server.coordinator import Coordinator, OnWorkers, Passes, not_read_here, stood_for
 from keras_dist.backends.parameter_server.engine import AsyncEngine, Engine, SyncEngine, Tried
 from keras_dist.backends.parameter_server.exchange import whole_of
 from keras_dist.backends.parameter_server.functions import Functions, prepare_optimizer
@@ -45,7 +44,6 @@ class CoordinatorModel(ReplicaModel):
 
     def __init__(self, model: keras.Model, backend: Coordinator, options: Options) -> None:
         super().__init__(model, backend, options)
-        self._plain_apply: dict[int, Callable[..., Any]] = {}
         self._engine: Engine | None = None
         self._traced_for: Sequence[Any] = []
         self._depth = 0
@@ -69,7 +67,7 @@ class CoordinatorModel(ReplicaModel):
                     f"gradient_accumulation_steps={part.gradient_accumulation_steps} in mode='async'",
                     "Leave it out, or use kd.ParameterServer(mode='sync').",
                 )
-        self._plain_apply[id(optimizer)] = prepare_optimizer(optimizer, self._backend)
+        prepare_optimizer(optimizer, self._backend)
 
     @contextlib.contextmanager
     def _running(self, call: Call) -> Iterator[None]:
@@ -79,7 +77,7 @@ class CoordinatorModel(ReplicaModel):
                 if not isinstance(given, OnWorkers):
                     continue
                 if call.name not in ("fit", "evaluate"):
-                    raise coordinator.not_read_here(f"kd.shard(function) in model.{call.name}")
+                    raise not_read_here(f"kd.shard(function) in model.{call.name}")
                 weights = call.get("class_weight") if argument == "x" else None
                 if weights is not None:
                     call.set("class_weight", None)
@@ -98,8 +96,13 @@ class CoordinatorModel(ReplicaModel):
                     self._drain()
 
     def _exchange(self, epoch_iterator: Any) -> None:
-        """At the end of an epoch Keras waits for all devices, and would meet the error of a worker that was lost."""
-        coordinator.exchange(epoch_iterator)
+        """Makes Keras iterate over the data that workers read, where it was given a stand-in."""
+        on_workers = stood_for(keras_fit.distributed_dataset(epoch_iterator))
+        if on_workers is not None:
+            per_epoch, at_once = epoch_iterator.steps_per_epoch, epoch_iterator.steps_per_execution
+            limit = per_epoch and -(-per_epoch // at_once) * at_once
+            keras_fit.set_dataset(epoch_iterator, Passes(on_workers, limit))
+        # At the end of an epoch Keras waits for all devices, and would meet the error of a worker that was lost.
         attach(epoch_iterator, "tf_sync", self._drain)
 
     def _drain(self) -> None:
@@ -125,8 +128,7 @@ class CoordinatorModel(ReplicaModel):
         is_same = len(now) == len(self._traced_for) and all(map(operator.is_, now, self._traced_for))
         if self._engine is None or not is_same:
             engine = AsyncEngine if self._backend.mode == "async" else SyncEngine
-            functions = Functions(model, self._backend, self._plain_apply, self)
-            self._engine = engine(model, self._backend, functions)
+            self._engine = engine(model, self._backend, Functions(model, self._backend, self))
             self._traced_for = now
         return self._engine
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_dist.backends.parameter_server.exchange import Outputs, type_of
+from keras_dist.compat import tf_compat
 from keras_dist.compat.keras_random import tensorflow_seed
 from keras_dist.data.shares import any_batch_size, row_count
 from keras_dist.errors import ConfigurationError, NotSupportedError
@@ -64,11 +65,8 @@ class DatasetFunction:
         def make() -> Any:
             if self._seed is not None:
                 tf.compat.v1.set_random_seed(self._seed)
-            token = INPUT_CONTEXT.set(context)
-            try:
+            with tf_compat.context_value(INPUT_CONTEXT, context):
                 dataset = self._function(context)
-            finally:
-                INPUT_CONTEXT.reset(token)
             if not isinstance(dataset, tf.data.Dataset):
                 received, hint = type(dataset).__name__, "Add a `return` at its end."
                 raise ConfigurationError("A dataset function must return a tf.data.Dataset.", received, hint)
@@ -80,7 +78,7 @@ class DatasetFunction:
         return maker
 
     def dataset(self, worker: int) -> tf.data.Dataset:
-        """Makes the dataset of a worker on the current device, always the same."""
+        """Makes the dataset of a worker on the current device."""
         return tf.data.experimental.from_variant(self.makers[worker](), self.element_spec)
 
 
@@ -102,9 +100,7 @@ def _untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 def _check_graph(maker: Any) -> None:
     """Raises an error if a dataset needs what only this process has."""
-    graph = maker.graph.as_graph_def()
-    operations = {node.op for node in graph.node}
-    operations |= {node.op for function in graph.library.function for node in function.node_def}
+    operations = {node.op for node in tf_compat.nodes_of(maker.graph.as_graph_def())}
     if python := sorted(operations & {"PyFunc", "EagerPyFunc", "PyFuncStateless"}):
         raise NotSupportedError(
             "Workers can't run Python code for their data: tf.py_function, tf.numpy_function, from_generator.",
@@ -180,26 +176,29 @@ class _State(NamedTuple):
     results: Any  # the other outputs of the last step, serialized
 
     def packed(self) -> Any:
-        numbers = [tf.as_string(number) for number in self[:3]]
-        parts = tf.stack([*numbers, *map(tf.io.serialize_tensor, self.metrics)])
-        return tf.io.serialize_tensor(tf.concat([parts, self.results], 0))
+        return tf.io.serialize_tensor(tf.concat([packed([*self[:3], *self.metrics]), self.results], 0))
 
     @classmethod
     def of(cls, packed: Any, like: Sequence[Any]) -> _State:
         """Returns the state that was packed. Its metrics are like these."""
         parts = tf.ensure_shape(tf.io.parse_tensor(packed, tf.string), [None])
-        read, steps, has_ended = (tf.strings.to_number(parts[index], tf.int32) for index in range(3))
-        metrics = [
-            tf.ensure_shape(tf.io.parse_tensor(parts[3 + index], state.dtype), state.shape)
-            for index, state in enumerate(like)
+        values = [
+            tf.ensure_shape(tf.io.parse_tensor(parts[index], state.dtype), state.shape)
+            for index, state in enumerate([*[tf.constant(0)] * 3, *like])
         ]
-        return cls(read, steps, has_ended, metrics, parts[3 + len(like) :])
+        read, steps, has_ended, *metrics = values
+        return cls(read, steps, has_ended, metrics, parts[len(values) :])
 
 
 class _Batch(NamedTuple):
     read: Any  # how many batches of the call were read, with this one
     examples: Any  # how many it has; `_END` if there are no more batches
     data: Any  # an optional that holds it
+
+
+def packed(tensors: Sequence[Any]) -> Any:
+    """Returns tensors as one: to fetch a tensor from a worker takes calls of its own."""
+    return tf.stack([tf.io.serialize_tensor(tensor) for tensor in tensors]) if tensors else tf.zeros([0], tf.string)
 
 
 class RemoteSteps:
@@ -209,7 +208,7 @@ class RemoteSteps:
         function: Makes a step. Its arguments are a batch, others, and the states of the metrics before it; it returns
             `Outputs`.
         types: The specifications of the other arguments, without the first axis, which is that of the steps.
-        together: False if it is called for one step at a time.
+        together: False if it is called for one step at a time: no loop is needed.
         device: The server that holds a journal of the calls; `None` if they may be repeated from their start.
     """
 
@@ -257,8 +256,7 @@ class RemoteSteps:
             outputs = self._function(batch.data.get_value(), *own, state.metrics)
             others = outputs._replace(metrics=(), seeds=())
             self._specs = tf.nest.map_structure(type_of, others)
-            leaves = [tf.io.serialize_tensor(leaf) for leaf in tf.nest.flatten(others, expand_composites=True)]
-            results = tf.stack(leaves) if leaves else tf.zeros([0], tf.string)
+            results = packed(tf.nest.flatten(others, expand_composites=True))
             after = _State(batch.read, state.steps + 1, state.has_ended, [*outputs.metrics], results)
             return tf.constant(True) if self._journal is None else self._journal.note(run, after.packed()), after
 

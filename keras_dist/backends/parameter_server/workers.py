@@ -21,7 +21,7 @@ import tensorflow as tf
 from keras_dist.backends.parameter_server import cluster as tasks
 from keras_dist.backends.parameter_server.cluster import HERE, WORKER, Cluster, device, is_on_server
 from keras_dist.backends.parameter_server.exchange import type_of
-from keras_dist.backends.parameter_server.shards import ShardBatch, ShardReader
+from keras_dist.backends.parameter_server.shards import ShardBatch, ShardReader, packed
 from keras_dist.comm.watchdog import answers, why_no_grpc
 from keras_dist.compat import tf_compat
 from keras_dist.errors import DistributionError, PeerLostError
@@ -29,7 +29,7 @@ from keras_dist.logging import logger
 
 
 class RemoteFunction:
-    """A traced function. Its results are sent as one tensor: to fetch a tensor from a worker takes calls of its own.
+    """A traced function. Its results are sent as one tensor.
 
     Results whose shape is not known (predictions) are fetched one by one. What the function has put on a server
     (gradients) stays there. The first argument is a batch of the specification `spec`.
@@ -47,9 +47,9 @@ class RemoteFunction:
     def results(self, sent: Any) -> Any:
         """Returns the results of a call from what it returned."""
         strings, others = sent
-        packed, apart = iter(tf.unstack(strings)), iter(others)
+        together, apart = iter(tf.unstack(strings)), iter(others)
         specs = zip(tf.nest.flatten(self._specs, expand_composites=True), self._packs, strict=True)
-        leaves = [tf.io.parse_tensor(next(packed), spec.dtype) if packs else next(apart) for spec, packs in specs]
+        leaves = [tf.io.parse_tensor(next(together), spec.dtype) if packs else next(apart) for spec, packs in specs]
         return tf.nest.pack_sequence_as(self._specs, leaves, expand_composites=True)
 
     def _run(self, data: Any, *args: Any) -> tuple[Any, list[Any]]:
@@ -62,8 +62,7 @@ class RemoteFunction:
             leaf is not None and leaf.shape.is_fully_defined() and not is_on_server(leaf) for leaf in leaves
         ]
         pairs = [*zip(leaves, self._packs, strict=True)]
-        packed = [tf.io.serialize_tensor(leaf) for leaf, packs in pairs if packs]
-        return tf.stack(packed) if packed else tf.zeros([0], tf.string), [leaf for leaf, packs in pairs if not packs]
+        return packed([leaf for leaf, packs in pairs if packs]), [leaf for leaf, packs in pairs if not packs]
 
 
 @dataclasses.dataclass(eq=False)

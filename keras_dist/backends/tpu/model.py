@@ -30,6 +30,9 @@ from keras_dist.training.distributed import DistributedModel
 from keras_dist.training.options import Executions, Options
 from keras_dist.training.own_code import as_tensors
 
+# The steps of a call, in the order of its datasets; the last kind is that of all that follow.
+_KINDS = {"fit": ("train", "test"), "evaluate": ("test",), "predict": ("predict",)}
+
 
 class TPUModel(DistributedModel):
     """A model whose steps run on the replicas of TPUStrategy."""
@@ -83,23 +86,19 @@ class TPUModel(DistributedModel):
                 "Leave it out. To debug a step, run it without a TPU: kd.init('serial').",
             )
         with super()._running(call), self.scope(), contextlib.ExitStack() as stack:
-            if call.name == "fit":
-                may_choose = not options.act_between_batches(call.get("callbacks"))
-
-                def choose(epoch_iterator: Any) -> None:
-                    """Puts several steps into one execution. By now the number of steps of an epoch is known."""
-                    if self._executions.may_choose and may_choose:
-                        exactly = (epoch_iterator.steps_per_epoch, call.get("validation_steps"))
-                        number = options.number_of(epoch_iterator.data_adapter.num_batches, exactly)
-                        epoch_iterator.steps_per_execution = number
-                        stack.enter_context(self._executions.of(number))
-                        options.report(number)
-
-                stack.enter_context(self._preparing("train", "test", first=choose))
-            elif call.name in ("evaluate", "predict"):
+            if call.name in ("evaluate", "predict"):
                 stack.enter_context(self._executions.of(self._executions.asked))
-                stack.enter_context(self._preparing("test" if call.name == "evaluate" else "predict"))
+            if call.name in _KINDS:
+                stack.enter_context(self._preparing(call, stack))
             yield
+
+    def _choose_executions(self, call: Call, epoch_iterator: Any, stack: contextlib.ExitStack) -> None:
+        """Puts several steps of `fit` into one execution. By now the number of steps of an epoch is known."""
+        exactly = (epoch_iterator.steps_per_epoch, call.get("validation_steps"))
+        number = options.number_of(epoch_iterator.data_adapter.num_batches, exactly)
+        epoch_iterator.steps_per_execution = number
+        stack.enter_context(self._executions.of(number))
+        options.report(number)
 
     def _make_function(self, kind: str, call: Call) -> None:
         name = f"{kind}_function"
@@ -136,13 +135,10 @@ class TPUModel(DistributedModel):
     # --- Data ---
 
     @contextlib.contextmanager
-    def _preparing(self, *kinds: str, first: Callable[[Any], None] | None = None) -> Iterator[None]:
-        """Cuts each dataset that Keras iterates over into shares, in this context.
-
-        `kinds` are in the order of the datasets, the last one for all that follow. `first` gets the first iterator.
-        """
-        outer, self._kinds = self._kinds, list(kinds)
-        looks = [first] if first is not None else []
+    def _preparing(self, call: Call, stack: contextlib.ExitStack) -> Iterator[None]:
+        """Cuts each dataset that Keras iterates over into shares, in this context."""
+        outer, self._kinds = self._kinds, list(_KINDS[call.name])
+        may_choose = self._executions.may_choose and not options.act_between_batches(call.get("callbacks"))
 
         def prepare(epoch_iterator: Any) -> None:
             # A callback may evaluate this model or train another one, so several contexts may be entered.
@@ -152,8 +148,8 @@ class TPUModel(DistributedModel):
                 grows = self._groups_next and self._replicas > 1 and kind == "train"
                 if grows:
                     step.make_fewer_steps(epoch_iterator, self._replicas)
-                if looks:
-                    looks.pop()(epoch_iterator)
+                if kind == "train" and may_choose:
+                    self._choose_executions(call, epoch_iterator, stack)
                 self._prepare(epoch_iterator, kind, self._replicas if grows else 1)
 
         try:
@@ -227,15 +223,17 @@ class TPUModel(DistributedModel):
 
     # --- Steps ---
 
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...] = ()) -> Any:
+        (batch,) = args
+        cut = batch if isinstance(batch, Even | Filled) else step.split(as_tensors(batch), self._replicas)
+        return super().run(function, (cut,))
+
     def _run(self, function: Callable[..., Any], batch: Any) -> Any:
-        kind = self._kind_of(function)
-        is_cut = isinstance(batch, Even | Filled)
-        is_filled = isinstance(batch, Filled) if is_cut else step.size_of(batch) % self._replicas != 0
+        kind, is_filled = self._kind_of(function), isinstance(batch, Filled)
         counts = kind is not None and (is_filled or self._replicas > 1)
         traced: list[Any] = []  # by the last core; on all of them it is the same
 
         def replica(share: Any) -> Any:
-            share = share if is_cut else step.share_of_batch(share, self._replicas)
             # Copies: a step's own graph shows what depends on them, see `whole_batch.py`.
             share = tf.nest.map_structure(lambda leaf: tf.identity(leaf) if tf.is_tensor(leaf) else leaf, share)
             if kind is None and (self.exact or self._replicas > 1):
@@ -249,8 +247,7 @@ class TPUModel(DistributedModel):
                     traced[:] = applied
             return outputs, share.rows if is_filled else (), step.gradients_of(traced)
 
-        if is_cut:
-            batch = tf.nest.map_structure(lambda leaf: self._with_length(leaf, kind or "predict"), batch)
+        batch = tf.nest.map_structure(lambda leaf: self._with_length(leaf, kind or "predict"), batch)
         with contextlib.ExitStack() as stack:
             if counts:
                 stack.enter_context(
@@ -264,8 +261,7 @@ class TPUModel(DistributedModel):
                 stack.enter_context(keras_model.found_optimizers(self.prepare_found))
             outputs, rows, gradients = self._strategy.run(replica, args=(batch,))
         if self._applied is not None:
-            first = tf.nest.map_structure(lambda leaf: self._parts(leaf)[0], gradients)
-            self._applied += step.with_gradients(traced, first)
+            self._applied += step.with_gradients(traced, gradients, self._strategy)
         if kind is not None:
             return tf.nest.map_structure(lambda leaf: self._parts(leaf)[0], outputs)
         real = tf.concat(self._parts(rows), 0) > 0 if is_filled else None
@@ -312,14 +308,10 @@ class TPUModel(DistributedModel):
     def _total_of(self, batch: Any) -> Any:
         if isinstance(batch, Filled):
             return self._parts(batch.totals)[0][0]
-        if not isinstance(batch, Even):
-            return tf.constant(step.size_of(batch))
         first = tf.nest.flatten(batch.batch)[0]
         return tf.add_n([row_count(part) for part in self._parts(first)])
 
     def whole(self, batch: Any) -> Any:
-        if not isinstance(batch, Even | Filled):
-            return as_tensors(batch)
         real = tf.concat(self._parts(batch.rows), 0) > 0 if isinstance(batch, Filled) else None
         return tf.nest.map_structure(lambda leaf: self._together(leaf, real), batch.batch)
 
@@ -330,13 +322,15 @@ class TPUModel(DistributedModel):
     def _with_length(self, leaf: Any, kind: str) -> Any:
         """Restores the length of shares, which a TPU needs and Keras's loop over several steps loses."""
         parts = self._parts(leaf)
-        if None not in parts[0].shape:
+        if leaf is None or None not in parts[0].shape:
             return leaf
         parts = [tf.ensure_shape(part, [self._lengths[kind], *part.shape[1:]]) for part in parts]
         return parts[0] if tf.is_tensor(leaf) else tf_compat.per_replica(parts)
 
     def _together(self, leaf: Any, real: Any) -> Any:
         """Returns the rows of all shares. How many is known when the step runs, as it is in one process."""
+        if leaf is None:
+            return None
         rows = tf.concat(self._parts(leaf), 0)
         rows = rows if real is None else tf.boolean_mask(rows, real)
         return tf.compat.v1.placeholder_with_default(rows, tf.TensorShape([None]).concatenate(rows.shape[1:]))

@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from keras_dist.errors import ConfigurationError
 
@@ -144,16 +144,9 @@ def _unreadable(variable: str, value: object) -> ConfigurationError:
     )
 
 
-class _Libtpu(NamedTuple):
-    """The versions of libtpu that work with a TensorFlow."""
-
-    oldest: str
-    newest: str
-    to_install: str
-
-
-# By the minor version of tensorflow-tpu. Other versions are unknown and not checked.
-_PAIRS = {"2.19": _Libtpu("0.0.10", "0.0.10", "0.0.10"), "2.20": _Libtpu("0.0.14", "0.0.30", "0.0.23")}
+# The oldest libtpu that works with a minor version of tensorflow-tpu, the newest, and the one to install. Others are
+# unknown and not checked.
+_PAIRS = {"2.19": ("0.0.10", "0.0.10", "0.0.10"), "2.20": ("0.0.14", "0.0.30", "0.0.23")}
 TENSORFLOW = "tensorflow-tpu"
 
 

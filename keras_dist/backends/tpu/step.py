@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -23,13 +24,9 @@ from keras_dist.data.pipeline import map_elements
 from keras_dist.data.shares import all_equal, lengths_of, row_count, share_bounds, static_length
 from keras_dist.errors import NotSupportedError
 from keras_dist.step import step as step_module
-from keras_dist.step.gathering import gather_in_step
-from keras_dist.step.optimizer import all_reduce
 from keras_dist.step.step import RowRange, Step
 from keras_dist.step.whole_batch import sum_statistics, whole_batch
-from keras_dist.training.loop import Loop, as_batches, has_examples
-from keras_dist.training.options import Options
-from keras_dist.training.verification import Verification, Verified
+from keras_dist.training.loop import RankLoop, as_batches, has_examples
 
 # The errors of a pipeline begin with one of these.
 _REFUSED = "keras_dist: a batch of"
@@ -83,14 +80,13 @@ def _filled(batch: Any, share: int, replicas: int) -> Filled:
     return Filled(shared, tf.cast(is_real, tf.float32), tf.ensure_shape(totals, [rows]))
 
 
-def share_of_batch(batch: Any, replicas: int) -> Even | Filled:
-    """Returns the current replica's share of a batch that does not come from a dataset (`train_on_batch`)."""
+def split(batch: Any, replicas: int) -> Even | Filled:
+    """Returns the shares of a batch that does not come from a dataset (`train_on_batch`), cut here, on the host."""
     size, lengths = size_of(batch), lengths_of(batch)
     if all_equal(lengths) is not True:
         raise different_lengths(lengths)
-    share, replica = -(-size // replicas), current_replica()
-    whole: Even | Filled = Even(batch) if size % replicas == 0 else _filled(batch, share, replicas)
-    return _map(lambda leaf: tf.reshape(leaf, [replicas, share, *leaf.shape[1:]])[replica], whole)
+    whole: Even | Filled = Even(batch) if size % replicas == 0 else _filled(batch, -(-size // replicas), replicas)
+    return _map(lambda leaf: tf_compat.per_replica(tf.split(leaf, replicas)), whole)
 
 
 def current_replica() -> Any:
@@ -122,12 +118,9 @@ def refuse(error: Exception, why_not_filled: str | None) -> None:
     words = str(error)
     if _LENGTHS in words:
         raise different_lengths(words[words.index(_LENGTHS) + len(_LENGTHS) :].split("\n")[0]) from error
-    if _REFUSED in words:
-        parts = words[words.index(_REFUSED) :].replace("]", " ").replace("[", " ").split()
-        numbers = [int(part) for part in parts if part.isdigit()]
-        if len(numbers) > 1:
-            words = f"a batch of {numbers[0]} examples, where {numbers[1]} were expected"
-        raise not_filled(words + (f"; {why_not_filled}" if why_not_filled else "")) from error
+    if found := re.search(rf"{_REFUSED}\D*(\d+)\D*(\d+)", words):
+        received = f"a batch of {found[1]} examples, where {found[2]} were expected"
+        raise not_filled(received + (f"; {why_not_filled}" if why_not_filled else "")) from error
 
 
 def different_lengths(received: Any) -> NotSupportedError:
@@ -243,8 +236,9 @@ def gradients_of(applied: list[Any]) -> list[Any]:
     ]
 
 
-def with_gradients(applied: list[Any], values: list[Any]) -> list[Any]:
-    """Returns `Step.applied` with other gradients."""
+def with_gradients(applied: list[Any], of_cores: list[Any], strategy: tf.distribute.Strategy) -> list[Any]:
+    """Returns `Step.applied` with the gradients that the first core has returned."""
+    values = tf.nest.map_structure(lambda leaf: strategy.experimental_local_results(leaf)[0], of_cores)
     filled = []
     for (optimizer, gradients, variables), present in zip(applied, values, strict=True):
         leaves = iter(present)
@@ -330,7 +324,7 @@ def not_filled(received: str) -> NotSupportedError:
 _SCOPE: contextvars.ContextVar[ReplicaScope | None] = contextvars.ContextVar("keras_dist_core", default=None)
 
 
-class CoreLoop(Loop, Verified):
+class CoreLoop(RankLoop):
     """The functions of a custom training loop on the cores of a TPU.
 
     `kd.shard` returns whole batches, and `kd.run` cuts them: filler rows would count in code that the library doesn't
@@ -338,12 +332,8 @@ class CoreLoop(Loop, Verified):
     """
 
     def __init__(self, backend: Backend, strategy: tf.distribute.Strategy) -> None:
-        self._backend = backend
-        self._strategy = strategy
-        self._cores = backend.num_replicas
-        self._verification: Verification | None = None
-        if Options().verifies_on(backend):  # the environment asks for it
-            self.verify()
+        self._strategy, self._cores = strategy, backend.num_replicas
+        super().__init__(backend)
 
     def _split(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         check_shapes(dataset)
@@ -364,79 +354,56 @@ class CoreLoop(Loop, Verified):
                 "Call it in a function with @tf.function.",
             )
         args = as_batches(args)
-        counts = [size_of(arg) // self._cores for arg in args if has_examples(arg)]
+        self._sizes = [size_of(arg) for arg in args if has_examples(arg)]
         if self._cores == 1:
             return self._strategy.run(function, args=args)
-        function = tf_compat.converted(function)
-        run = functools.partial(self._run_on_cores, function, args, counts[0])
-        if self._verification is None:
-            return run()
-        return self._verification.run(self, function, args, tf.constant(counts[0] * self._cores), run)
+        return self._run(tf_compat.converted(function), args)
 
-    def _run_on_cores(self, function: Callable[..., Any], args: tuple[Any, ...], count: int) -> Any:
+    def _total_of(self, args: tuple[Any, ...]) -> Any:
+        return tf.constant(self._sizes[0])
+
+    def _run_on_shares(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         traced: list[Any] = []  # by the last core; on all of them it is the same
 
         @tf.autograph.experimental.do_not_convert
         def replica(*args: Any) -> Any:
-            current, scope = step_on(Even(args), self._cores), ReplicaScope(tf.constant(count), ())
+            current = step_on(Even(args), self._cores)
             current.applied = None if self._applied is None else []
-            token = _SCOPE.set(scope)
-            try:
-                with step_module.entered(current):
-                    with scope, keras_strategy.initialized_at_once():
-                        outputs = function(*args)
-                    _assign_combined(self._backend, scope)
-            finally:
-                _SCOPE.reset(token)
+            scope = ReplicaScope(tf.constant(self._sizes[0] // self._cores), ())
+            with tf_compat.context_value(_SCOPE, scope), step_module.entered(current):
+                with scope, keras_strategy.initialized_at_once():
+                    outputs = function(*args)
+                _assign_combined(self._backend, scope)
             traced[:] = current.applied or []
             return outputs, gradients_of(traced)
 
         shares = tuple(self._cut(arg) if has_examples(arg) else arg for arg in args)
-        distribute = functools.partial(self._backend.distribute, options=Options())
-        with keras_strategy.unscaled_losses(), whole_batch(self._backend, distribute, exact=self.exact):
+        with keras_strategy.unscaled_losses(), whole_batch(self._backend, self._distribute, exact=self.exact):
             outputs, gradients = self._strategy.run(replica, args=shares)
         if self._applied is not None:
-            local = self._strategy.experimental_local_results
-            self._applied += with_gradients(traced, tf.nest.map_structure(lambda leaf: local(leaf)[0], gradients))
+            self._applied += with_gradients(traced, gradients, self._strategy)
         return outputs
 
-    # --- Verification ---
-
-    def verify(self) -> None:
-        distribute = functools.partial(self._backend.distribute, options=Options())
-        self._verification = Verification(self._backend, "kd.run", None, distribute)
-
-    def whole(self, args: tuple[Any, ...]) -> Any:
-        return args
-
-    def distributed(self, function: Callable[..., Any], args: tuple[Any, ...], applied: list[Any]) -> Any:
-        count = next(size_of(arg) for arg in args if has_examples(arg)) // self._cores
-        with self._trying_out(applied):
-            self._run_on_cores(function, args, count)
-
-    def plain(self, function: Callable[..., Any], whole: tuple[Any, ...]) -> Any:
-        with tf_compat.strategy_hidden(), keras_strategy.updates_outside_of_replicas():
-            function(*whole)
-
-    def all_reduce(self, gradients: Any) -> Any:
-        return all_reduce(self._backend, gradients)
-
-    def gather(self, tensor: Any) -> Any:
-        return gather_in_step(self._backend, tensor)
-
     def _cut(self, batch: Any) -> Any:
-        """Cuts a batch here, on the host, so that each core gets its share only."""
-        if all_equal(lengths := lengths_of(batch)) is not True:
-            raise different_lengths(lengths)
-        if (size := size_of(batch)) % self._cores:
-            raise not_filled(f"kd.run of a batch of {size} examples, on {self._cores} cores")
-        return tf.nest.map_structure(lambda leaf: tf_compat.per_replica(tf.split(leaf, self._cores)), batch)
+        element = split(batch, self._cores)
+        if isinstance(element, Filled):
+            raise not_filled(f"kd.run of a batch of {size_of(batch)} examples, on {self._cores} cores")
+        return element.batch
 
     def _reduce(self, operation: str, value: Any) -> Any:
         if not isinstance(value, tf.distribute.DistributedValues):
             return value
         total = tf.add_n(self._strategy.experimental_local_results(value))
         return total if operation == "sum" else total / self._cores
+
+    # --- Verification ---
+
+    def whole(self, args: tuple[Any, ...]) -> Any:
+        return args
+
+    def plain(self, function: Callable[..., Any], whole: tuple[Any, ...]) -> Any:
+        with tf_compat.strategy_hidden(), keras_strategy.updates_outside_of_replicas():
+            function(*whole)
 
 
 def once(backend: Backend, function: Callable[[], Any]) -> Any:
@@ -450,8 +417,7 @@ def once(backend: Backend, function: Callable[[], Any]) -> Any:
 
 def _assign_combined(backend: Backend, scope: ReplicaScope) -> None:
     """Assigns what the replicas have assigned to variables: of floats the mean by examples, else the first one's."""
-    current = step_module.current()
-    assert current is not None
+    current = _current()
     for variable in scope.assigned():
         value = scope.get_current_value(variable)
         if keras_strategy.is_float(variable):
