@@ -27,7 +27,7 @@ from keras_dist.data.shares import Share, Shares, row_count
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
 from keras_dist.step import step as step_module
-from keras_dist.step.optimizer import parts_of
+from keras_dist.step.optimizer import parts_of, variables_of
 
 _ATTACHED, _DATA = "_keras_dist_placed", "_keras_dist_on_workers"
 
@@ -50,7 +50,7 @@ class Placement:
                 attach(part, _ATTACHED, True)
                 attach(part, "add_variable_from_reference", _on_server_of(0, part.add_variable_from_reference))
                 attach(part, "update_step", _on_server_of(1, part.update_step))
-        for variable in optimizer.variables:
+        for variable in variables_of(optimizer):
             self._place(variable)
 
     @contextlib.contextmanager

@@ -25,7 +25,14 @@ from keras_dist.step import optimizer as optimizers
 from keras_dist.step import step as step_module
 from keras_dist.step.gathering import place
 from keras_dist.step.metrics import counted_by_share
-from keras_dist.step.optimizer import add_rows, build_optimizer, distribute_optimizer, outside_of_a_step, parts_of
+from keras_dist.step.optimizer import (
+    add_rows,
+    build_optimizer,
+    distribute_optimizer,
+    outside_of_a_step,
+    parts_of,
+    variables_of,
+)
 from keras_dist.step.step import Step, consistency_check_of
 from keras_dist.step.whole_batch import compiled_layers, whole_batch
 from keras_dist.training.distributed import DistributedModel
@@ -117,7 +124,7 @@ class Recorder(Capture):
                     "Assign it after `apply`, or use kd.ParameterServer(mode='async').",
                 )
         constant = optimizers.variable_of(optimizer)
-        changed = [*targets, *optimizer.variables]
+        changed = [*targets, *variables_of(optimizer)]
         self._changed.update({id(variable): variable for variable in changed if variable is not constant})
         if self._index == len(self._before):
             self.phase.applied.append((optimizer, gradients, variables))
@@ -391,7 +398,7 @@ class Functions:
         """Returns what a phase applies, as `Step.applied`, before it does."""
         applied = self._phases[phase].applied
         for optimizer, _, given in applied:
-            announce_assignments([*updated_variables(optimizer, given), *optimizer.variables])
+            announce_assignments([*updated_variables(optimizer, given), *variables_of(optimizer)])
         announce_assignments(self._statistics)
         sums = self._sums(phase, gradients)
         return [(optimizer, total, given) for (optimizer, _, given), total in zip(applied, sums, strict=True)]

@@ -23,7 +23,7 @@ from keras_dist.data import sources
 from keras_dist.data.shares import Shares
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
-from keras_dist.step.optimizer import build_optimizer, parts_of
+from keras_dist.step.optimizer import build_optimizer, parts_of, variables_of
 from keras_dist.step.trial import descending, state_of
 from keras_dist.training.call import Call
 from keras_dist.training.model import ReplicaModel
@@ -122,7 +122,7 @@ class CoordinatorModel(ReplicaModel):
         """Returns the engine; a new one if what was traced no longer holds."""
         model, optimizers = self._model, self._prepare_optimizers()
         variables = [*model.trainable_variables, *model.variables, *model.metrics_variables]
-        variables += [variable for optimizer in optimizers for variable in optimizer.variables]
+        variables += [variable for optimizer in optimizers for variable in variables_of(optimizer)]
         # The objects themselves, not their ids: the id of a variable that is gone may be given to another one.
         now = [*map(keras_model.backing, variables), *optimizers, model.run_eagerly]
         is_same = len(now) == len(self._traced_for) and all(map(operator.is_, now, self._traced_for))
