@@ -143,7 +143,9 @@ class Step:
     def weighing(self, variables: Sequence[Any]) -> Iterator[None]:
         """Weights what is added to variables in this context."""
         before = [tf.identity(variable.value) for variable in variables]
-        yield
+        # TensorFlow runs what needs no data, as adding 1 to a count, also where data of unknown length have ended.
+        with tf.control_dependencies([self.count]):
+            yield
         for variable, old in zip(variables, before, strict=True):
             (change,) = self.weigh([variable.value - old])
             variable.assign(old + change)
