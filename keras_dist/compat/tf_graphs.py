@@ -204,7 +204,8 @@ def constant_of(output: Any) -> Any:
     if graph is None:
         return None
     with tf.init_scope():
-        return _traced(graph, [], output.name)().numpy()
+        value = _traced(graph, [], output.name)()
+    return value.numpy() if hasattr(value, "numpy") else None  # it has none in the scratch graph of a Keras trace
 
 
 def _subgraph(output: Any, inputs: Set[str]) -> tuple[Any, list[str]]:

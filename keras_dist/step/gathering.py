@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_layers, keras_losses, keras_random, tf_graphs
+from keras_dist.compat import keras_layers, keras_losses, keras_model, keras_random, tf_graphs
 from keras_dist.data.shares import row_count, static_length
 from keras_dist.errors import ConfigurationError, NotSupportedError
 from keras_dist.logging import logger
@@ -172,7 +172,7 @@ def _rows(step: Step | None, length: Any) -> _Rows | None:
 
     Those of an example are one after the other, unless the script has concatenated batches, as a GAN does.
     """
-    if step is None or step.place is None:
+    if step is None or step.place is None or keras_model.applying() is not None:
         return None
     own = static_length(step.data)
     if (static := tf.get_static_value(length)) is not None:

@@ -301,8 +301,14 @@ def parts_of(optimizer: Any) -> Iterator[Any]:
 
 
 def variables_of(optimizer: Any) -> list[Any]:
-    """Returns the variables of an optimizer, and of those that it holds, whose variables need not count as its own."""
-    found = [*optimizer.variables, *(variable for part in parts_of(optimizer) for variable in part.variables)]
+    """Returns the variables of an optimizer, of those that it holds, and the states of the generators that they hold.
+
+    Keras does not count the latter as the optimizer's own.
+    """
+    found = [*optimizer.variables]
+    for part in parts_of(optimizer):
+        seeds = [held.state for held in vars(part).values() if isinstance(held, keras.random.SeedGenerator)]
+        found += [*part.variables, *seeds]
     return list({id(variable): variable for variable in found}.values())
 
 

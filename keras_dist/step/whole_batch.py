@@ -414,7 +414,8 @@ def _greatest(exchange: Backend, number: Any) -> Any:
 
 def _replica() -> Any:
     step = step_module.current()
-    return None if step is None else step.replica
+    # An update is the same on all replicas, also the noise of one that draws.
+    return None if step is None or keras_model.applying() is not None else step.replica
 
 
 def sum_statistics(sum_over_replicas: Callable[[Any, str], Any], numbers: Any) -> Any:

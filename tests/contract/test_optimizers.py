@@ -206,14 +206,26 @@ class Lookahead(optimizers.Optimizer):
             variable.assign(keras.ops.where(is_due, slow, variable))
 
 
+class Langevin(optimizers.SGD):
+    """Adds noise of its own generator to each gradient (Welling and Teh, 2011)."""
+
+    def __init__(self) -> None:
+        super().__init__(0.1, momentum=0.9)
+        self.generator = keras.random.SeedGenerator(5)
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        noise = keras.random.normal(variable.shape, stddev=0.1, dtype=variable.dtype, seed=self.generator)
+        super().update_step(gradient + noise, variable, learning_rate)
+
+
 # `make test` has it on mirrored, where each device has copies of all that an optimizer changes.
 @contract("optimizer-around-another", also=("mirrored-2",), covered_by=("optimizers-found", "momentum"))
 def test_optimizer_around_another(distribute: Distribute) -> Numbers:
     """What the default check tries out is undone in the inner one too."""
-    optimizer = Lookahead(optimizers.SGD(0.1, momentum=0.9))
+    optimizer = Lookahead(Langevin())
     results = fitted(compiled(distribute, optimizer), *numbers(32), batch_size=16, epochs=2, shuffle=False)
     state = [variable.numpy() for part in (optimizer, optimizer.around) for variable in part.variables]
-    return {**results, "state": state}
+    return {**results, "state": [*state, optimizer.around.generator.state.numpy()]}
 
 
 @contract("learning-rate-by-callback", covered_by=("stops-different-learning-rates", "together-callbacks"))

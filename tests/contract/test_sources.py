@@ -19,7 +19,7 @@ import tensorflow as tf
 
 import keras_dist as kd
 from tests.contract.harness import FLOAT64, Numbers, contract, same
-from tests.contract.parts import BATCH, COUNT, FEATURES, Linear, batches, compiled, fitted, mlp, numbers, used
+from tests.contract.parts import BATCH, COUNT, FEATURES, Linear, batches, compiled, dataset, fitted, mlp, numbers, used
 
 # --- Files ---
 
@@ -54,6 +54,34 @@ def test_tfrecord_interleaved(distribute: Any) -> Numbers:
     files = tf.data.Dataset.from_tensor_slices(written([f"{index}.tfrecord" for index in range(4)]))
     data = files.interleave(tf.data.TFRecordDataset, 2, 3, num_parallel_calls=2, deterministic=True)
     return fitted(compiled(distribute), data.map(parsed, num_parallel_calls=2).batch(BATCH))
+
+
+class RootMean(keras.Model):
+    """A loss of the whole batch, and a metric that counts one number for each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.tracker = mlp(), keras.metrics.Mean("root")
+
+    def call(self, x: Any) -> Any:
+        return self.net(x)
+
+    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, *args: Any, **kwargs: Any) -> Any:
+        loss = tf.sqrt(tf.reduce_mean(tf.square(y - y_pred)))
+        self.tracker.update_state(loss)
+        return loss
+
+
+@contract(
+    "data-unknown-length", also=("mirrored-2",), covered_by=("data-tf-unknown-size",),
+    of=("horovod", "multi_worker", "mirrored", "central_storage"),
+)  # fmt: skip
+def test_unknown_length(distribute: Any) -> Numbers:
+    """The numbers are those for data of a known length. Plain Keras counts once more at the end of others."""
+    model = distribute(RootMean())
+    model.compile(keras.optimizers.SGD(0.1))
+    data = dataset(24)
+    return fitted(model, data if distribute is same else data.filter(lambda *example: True), shuffle=False)
 
 
 # --- Python generators ---

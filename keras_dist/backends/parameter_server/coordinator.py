@@ -20,7 +20,7 @@ from keras_dist.backends.parameter_server.exchange import NO_FINGERPRINT, ShareS
 from keras_dist.backends.parameter_server.shards import DatasetFunction, Function, Shard, ShardBatch, ShardReader
 from keras_dist.backends.parameter_server.workers import Job, Workers
 from keras_dist.comm.replicas import ReplicaBackend
-from keras_dist.compat import keras_model, tf_compat
+from keras_dist.compat import keras_model, keras_random, tf_compat
 from keras_dist.compat.keras_model import attach
 from keras_dist.data import sources
 from keras_dist.data.shares import Share, Shares, row_count
@@ -51,7 +51,8 @@ class Placement:
                 attach(part, "add_variable_from_reference", _on_server_of(0, part.add_variable_from_reference))
                 attach(part, "update_step", _on_server_of(1, part.update_step))
         for variable in variables_of(optimizer):
-            self._place(variable)
+            if not keras_random.is_seed(variable):
+                self._place(variable)
 
     @contextlib.contextmanager
     def at_home(self, variables: Sequence[Any]) -> Iterator[None]:

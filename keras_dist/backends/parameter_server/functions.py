@@ -203,7 +203,7 @@ class Functions:
         self._logs = distributed.logs
         self.distributed = distributed
         self.is_exact = is_exact or distributed.exact
-        self._metrics = list(model.metrics_variables)
+        self._metrics, self._weights = list(model.metrics_variables), len(model.trainable_variables)
         self._seeds = [generator.state for generator in keras_random.seed_generators(model)]
         self.resets = [value for values in weights.metric_states(model)[1] for value in values]
         for variable in self._metrics:
@@ -331,11 +331,22 @@ class Functions:
 
     def _logs_of(self, kind: str, data: Any) -> Logs:
         """Runs a step. Returns its logs, except for those that the coordinator computes from the metrics."""
-        with self._logs.recording(), explained_gradients(lambda: [v.path for v in self._model.trainable_variables]):
+        with self._logs.recording(), explained_gradients(self._untaken):
             logs = self._logs.note(kind, _untraced(getattr(self._model, f"{kind}_step"))(data))
         if not isinstance(logs, dict):
             return {}
         return {name: tf.convert_to_tensor(log) for name, log in logs.items() if not self._logs.is_known(kind, name)}
+
+    def _untaken(self) -> list[str]:
+        """Returns the weights that a step may have assigned. Refuses those that it has made: none is a variable yet."""
+        weights = [variable.path for variable in self._model.trainable_variables]
+        if made := weights[self._weights :]:
+            raise NotSupportedError(
+                "With parameter servers a step cannot take the gradient of weights that it has made itself.",
+                ", ".join(made[:5]),
+                "Build all parts of the model before `fit`: call each once with a batch, or give it an `Input`.",
+            )
+        return weights
 
     def _outputs(self, capture: Capture, logs: Logs) -> Outputs:
         values = [

@@ -90,7 +90,9 @@ def split(batch: Any, replicas: int) -> Even | Filled:
 
 
 def current_replica() -> Any:
-    return tf.distribute.get_replica_context().replica_id_in_sync_group
+    """Returns the index of the replica that computes, `None` in an update, which is of all."""
+    context = tf.distribute.get_replica_context()
+    return None if context is None else context.replica_id_in_sync_group
 
 
 def size_of(batch: Any) -> int:
