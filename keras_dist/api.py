@@ -140,13 +140,20 @@ def _format(requested: tuple[str, dict[str, Any]] | None) -> str:
 
 
 def _compare_ranks(backend: Backend, seed: int | None) -> None:
-    own = f"{backend!r}, seed={seed}", " ".join(environment.processor_features())
-    arguments, processors = zip(*backend.all_gather_object("kd.init()", own), strict=True)
+    own = f"{backend!r}, seed={seed}", " ".join(environment.processor_features()), backend.replicas
+    arguments, processors, replicas = zip(*backend.all_gather_object("kd.init()", own), strict=True)
     if len(set(arguments)) > 1:
         raise MismatchError(
             "The ranks called kd.init() with different arguments.",
             "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(arguments)),
             "Pass the same backend, options and seed on every rank.",
+        )
+    if len(set(replicas)) > 1:
+        raise ConfigurationError(
+            "All ranks must compute on equally many devices.",
+            "; ".join(f"rank {rank}: {count}" for rank, count in enumerate(replicas)),
+            "Hide GPUs from ranks that see more of them (CUDA_VISIBLE_DEVICES), or name them: "
+            "kd.init(kd.MultiWorker(devices=['GPU:0', 'GPU:1'])).",
         )
     if len(set(processors)) > 1:  # XLA compiles for the processor: updates would round differently
         kd_logging.logger().debug("the ranks have different processors: updates are not fused")

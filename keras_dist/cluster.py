@@ -49,7 +49,7 @@ def size() -> int:
 
 
 def num_replicas() -> int:
-    """Returns the number of shares of a global batch: `size()`, or the number of devices if there is one process."""
+    """Returns the number of shares of a global batch: `size()`, times the devices of a process if it has several."""
     return current_backend().num_replicas
 
 

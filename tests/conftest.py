@@ -41,7 +41,10 @@ class Pools:
         if key not in self._pools:
             for other in [other for other in self._pools if other != ("serial", 1) and key != ("serial", 1)]:
                 self._pools.pop(other).close()
-            self._pools[key] = ForkedPool(self._forks, size, backend, self._environ)
+            from tests.contract.clusters import REPLICAS_OF_A_RANK
+
+            replicas = REPLICAS_OF_A_RANK.get(key, 1)
+            self._pools[key] = ForkedPool(self._forks, size // replicas, backend, self._environ, replicas)
         return self._pools[key]
 
     def pids(self) -> set[int]:

@@ -83,11 +83,16 @@ class ForkServer:
 
 
 class ForkedPool(testing.WorkerPool):
-    """A `WorkerPool` whose ranks are forked."""
+    """A `WorkerPool` whose ranks are forked, each with as many devices as it has `replicas`."""
 
-    def __init__(self, forks: ForkServer, n: int, backend: str, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, forks: ForkServer, n: int, backend: str, environ: Mapping[str, str], replicas: int = 1
+    ) -> None:
         super().__init__(n, backend, environ=environ)
         self._forks = forks
+        if replicas > 1:
+            options = {"devices": [f"CPU:{index}" for index in range(replicas)]}
+            self._serve_arguments = backend, options, replicas
 
     def _worker(self, rank: int, serve_arguments: Sequence[Any], environ: Mapping[str, str]) -> testing._Worker:
         return _ForkedWorker(self._forks, rank, serve_arguments, environ)

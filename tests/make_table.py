@@ -29,9 +29,9 @@ PROMISED_CASES = """\
 
 Each row is a test that compares the result with plain Keras in one process: weights, history and predictions. A cell
 shows on how many processes the case passed (for mirrored and central_storage: on how many devices; for
-parameter_server: on how many workers). `–` means that the backend refuses the case by name, or has no such option; the
-test checks that refusal. `not run` means that the run did not include the case. The tpu column is TPU cores that
-were emulated on the CPU.
+parameter_server: on how many workers; 4 for multi_worker: on 2 processes with 2 devices each). `–` means that the
+backend refuses the case by name, or has no such option; the test checks that refusal. `not run` means that the run did
+not include the case. The tpu column is TPU cores that were emulated on the CPU.
 
 `make table` runs all cases, or takes the results of `make test-full`, and writes this page from them and from
 `tests/contract/rows.py`. [What is proven](../README.md#what-is-proven) says what no test covers.

@@ -44,15 +44,35 @@ def pin_gpu(topology: Topology, place: tuple[int, int] | None = None) -> None:
         )
     if index == 0:
         warn_of_unused_gpus([f"GPU:{used}" for used in range(ranks)], _UNUSED_BY_RANKS)
+    _take([gpus[index]])
+
+
+def _take(gpus: Sequence[tf.config.PhysicalDevice]) -> None:
     try:
-        tf.config.set_visible_devices(gpus[index], "GPU")
-        tf.config.experimental.set_memory_growth(gpus[index], True)
+        tf.config.set_visible_devices(gpus, "GPU")
+        for gpu in gpus:
+            tf.config.experimental.set_memory_growth(gpu, True)
     except RuntimeError as error:
         raise ConfigurationError(
-            "TensorFlow took all GPUs before keras_dist could give each rank one.",
+            "TensorFlow took all GPUs before keras_dist could give each rank its own.",
             str(error),
             "Move `kd.init()` above everything that uses TensorFlow.",
         ) from error
+
+
+def prepare_devices(names: Sequence[str] | None, topology: Topology, launch: Launch) -> bool:
+    """Chooses the devices of a rank, before TensorFlow starts. True if it computes on several, or on named ones.
+
+    The only rank of a host has all GPUs that it sees. Of several ranks each has one, and so has that of `-np 1`.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    has_one = topology.local_size > 1 or (topology.size == 1 and launch.launcher != environment.TF_CONFIG)
+    if names is None and (len(gpus) < 2 or has_one):
+        pin_gpu(topology, launch.place)
+        return False
+    divide_cpu(names or ())
+    _take(gpus)
+    return True
 
 
 _UNUSED = (
@@ -85,16 +105,9 @@ def list_names(names: Sequence[str] | None) -> list[str] | None:
 def find_devices(names: Sequence[str] | None, besides: Sequence[str] = ()) -> list[str]:
     """Returns the full names of devices: by default all GPUs, or all CPUs if there is no GPU.
 
-    Divides the CPU into as many logical ones as `names` and `besides` name, which TensorFlow allows until it has
-    started.
+    CPUs that don't exist are created, until TensorFlow has started: as many as `names` and `besides` name.
     """
-    matches = [_NAME.fullmatch(name) for name in [*(names or ()), *besides]]
-    last_cpu = max((int(match[2]) for match in matches if match and match[1].upper() == "CPU"), default=0)
-    if last_cpu > 0 and not tf_compat.tensorflow_has_started():
-        (cpu, *_) = tf.config.list_physical_devices("CPU")
-        if len(tf.config.get_logical_device_configuration(cpu) or []) <= last_cpu:
-            logical = [tf.config.LogicalDeviceConfiguration() for _ in range(last_cpu + 1)]
-            tf.config.set_logical_device_configuration(cpu, logical)
+    divide_cpu([*(names or ()), *besides])
     existing = {short_name(device.name): device.name for device in tf.config.list_logical_devices()}
     if names is None:
         gpus = [name for name in existing if name.startswith("GPU")]
@@ -108,6 +121,17 @@ def find_devices(names: Sequence[str] | None, besides: Sequence[str] = ()) -> li
     if len({short_name(name) for name in names}) < len(names):
         raise ConfigurationError("A device is named twice.", f"devices={list(names)}", "Name each once.")
     return [existing[short_name(name)] for name in names]
+
+
+def divide_cpu(names: Sequence[str]) -> None:
+    """Divides the CPU into as many logical ones as are named, which TensorFlow allows until it has started."""
+    matches = [_NAME.fullmatch(name) for name in names]
+    last_cpu = max((int(match[2]) for match in matches if match and match[1].upper() == "CPU"), default=0)
+    if last_cpu > 0 and not tf_compat.tensorflow_has_started():
+        (cpu, *_) = tf.config.list_physical_devices("CPU")
+        if len(tf.config.get_logical_device_configuration(cpu) or []) <= last_cpu:
+            logical = [tf.config.LogicalDeviceConfiguration() for _ in range(last_cpu + 1)]
+            tf.config.set_logical_device_configuration(cpu, logical)
 
 
 def short_name(name: str) -> str:

@@ -13,6 +13,9 @@ Values that replicas assign are combined by the variable's `aggregation`:
 - Other floats are averaged by the number of examples when the replicas merge (BatchNormalization's moving averages).
   Of all other values, the first replica's is kept.
 - Random streams differ from replica to replica. The first replica has the stream of one process.
+
+There may be other ranks, each with as many replicas. What the replicas of a rank have reduced then goes once through
+the collective of the ranks: whatever this class inherits from besides.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist.comm.backend import OneProcess
+from keras_dist.comm.backend import Backend
+from keras_dist.comm.devices import describe_devices, find_devices
 from keras_dist.compat import keras_model, keras_strategy, tf_compat
 from keras_dist.compat.keras_strategy import ReplicaScope, UpdateScope
 from keras_dist.errors import NotSupportedError
@@ -45,10 +49,13 @@ class _Replica:
 _REPLICA: contextvars.ContextVar[_Replica | None] = contextvars.ContextVar("keras_dist_replica", default=None)
 
 
-class ReplicaBackend(OneProcess):
-    """A backend whose one process leads several replicas. `start` calls `_use`."""
+class ReplicaBackend(Backend):
+    """A backend whose processes each lead several replicas, once `start` has called `_use`.
 
-    _strategy: tf.distribute.MirroredStrategy
+    Put it before the class with the collectives between the processes, `OneProcess` or `ProcessBackend`.
+    """
+
+    _strategy: tf.distribute.MirroredStrategy | None = None
     _parameter_device: str
 
     def _use(
@@ -58,12 +65,25 @@ class ReplicaBackend(OneProcess):
         """Sets the devices that compute, and the one that stores variables and computes what is merged."""
         with without_notes_of_tensorflow():
             self._strategy = tf_compat.mirrored_strategy(devices, all_reduce)
-        self._parameter_device, self._all_reduce, self.mirrors = parameter_device, all_reduce, mirrors
+        self._parameter_device, self._all_reduce = parameter_device, all_reduce
+        self.mirrors = mirrors and len(devices) > 1
+
+    def _mirror(self, devices: Sequence[str], all_reduce: tf.distribute.CrossDeviceOps | None = None) -> None:
+        """Gives each of these devices of this machine a copy of every variable."""
+        self._use(devices, devices[0], all_reduce or tf.distribute.ReductionToOneDevice(), mirrors=True)
+        if devices[0] != find_devices(None)[0]:
+            # From now on this thread creates variables there, and not on a device that is not used.
+            tf.device(devices[0]).__enter__()
 
     @property
     def devices(self) -> list[str]:
         """The full names of the devices that compute."""
-        return list(self._strategy.extended.worker_devices)
+        return [] if self._strategy is None else list(self._strategy.extended.worker_devices)
+
+    def describe_devices(self) -> str:
+        if self._strategy is None:
+            return super().describe_devices()  # type: ignore[safe-super]
+        return describe_devices(self.devices) + (" each" if self.topology.size > 1 else "")
 
     def _own(self, index: int) -> Callable[[Any], Any]:
         """Returns a function that returns what a replica reads in place of a Keras variable."""
@@ -73,7 +93,7 @@ class ReplicaBackend(OneProcess):
 
     @property
     def replicas(self) -> int:
-        return int(self._strategy.num_replicas_in_sync)
+        return 1 if self._strategy is None else int(self._strategy.num_replicas_in_sync)
 
     def run(self, function: Callable[[int], Any], counts: Sequence[Any], metrics: Collection[Any] = ()) -> list[Any]:
         """Calls a function with the index of each replica, in its own thread and on its own device.
@@ -108,41 +128,56 @@ class ReplicaBackend(OneProcess):
     # --- What a replica calls ---
 
     def all_reduce(self, gradients: Sequence[Any], row: Any, name: str) -> tuple[list[Any], Any]:
-        replica = _REPLICA.get()
+        replica, over_ranks = _REPLICA.get(), super().all_reduce  # type: ignore[safe-super]
         if replica is None:
-            return super().all_reduce(gradients, row, name)
+            return over_ranks(gradients, row, name)
         # Where a share's own operations are, for TensorFlow to see that each device has one summand.
         own = tf.nest.map_structure(tf.identity, list(gradients), expand_composites=True)
-        sums = replica.group.merge(replica, self._sum, own)
-        return [total[replica.index] for total in sums], row[None, :]
 
-    def _sum(self, replicas: list[list[Any]]) -> list[Any]:
-        """Returns for each gradient its sum, on every device that updates with it: one tensor for each replica."""
+        def reduce(replicas: list[list[Any]]) -> tuple[list[Any], Any]:
+            if self.topology.size == 1:
+                return self._sum(replicas, self.mirrors), row[None, :]
+            sums, rows = over_ranks([first for first, *_ in self._sum(replicas, to_all=False)], row, name)
+            return [self._on_each_device([total] * self.replicas) for total in sums], rows
+
+        sums, rows = replica.group.merge(replica, reduce, own)
+        return [total[replica.index] for total in sums], rows
+
+    def _sum(self, replicas: list[list[Any]], to_all: bool) -> list[Any]:
+        """Returns for each gradient its sum, one tensor for each replica: on its own device, or on one device."""
         values = [tf_compat.per_replica(gradients) for gradients in zip(*replicas, strict=True)]
-        targets = values if self.mirrors else [self._parameter_device] * len(values)
+        targets = values if to_all else [self._parameter_device] * len(values)
+        assert self._strategy is not None
         with without_notes_of_tensorflow():
             sums = self._all_reduce.batch_reduce(tf.distribute.ReduceOp.SUM, list(zip(values, targets, strict=True)))
         local = [self._strategy.experimental_local_results(total) for total in sums]
         if isinstance(self._all_reduce, tf.distribute.NcclAllReduce):
             local = [self._joined(total) for total in local]
-        return [total if self.mirrors else total * self.replicas for total in local]
+        return [total if to_all else total * self.replicas for total in local]
 
     def _joined(self, parts: Sequence[Any]) -> list[Any]:
         """Lets whoever uses one of NCCL's sums run all: TensorFlow drops unused ones, for which NCCL waits forever."""
-        joined = []
         with tf.control_dependencies(tf.nest.flatten(list(parts), expand_composites=True)):
-            for part, device in zip(parts, self.devices, strict=True):
-                with tf.device(device):
-                    joined.append(tf.nest.map_structure(tf.identity, part, expand_composites=True))
-        return joined
+            return self._on_each_device(parts)
+
+    def _on_each_device(self, parts: Sequence[Any]) -> list[Any]:
+        results = []
+        for part, device in zip(parts, self.devices, strict=True):
+            with tf.device(device):
+                results.append(tf.nest.map_structure(tf.identity, part, expand_composites=True))
+        return results
 
     def all_reduce_exact(self, numbers: Any, name: str) -> Any:
-        replica = _REPLICA.get()
-        return numbers if replica is None else replica.group.merge(replica, tf.add_n, numbers)
+        replica, over_ranks = _REPLICA.get(), super().all_reduce_exact  # type: ignore[safe-super]
+        if replica is None:
+            return over_ranks(numbers, name)
+        return replica.group.merge(replica, lambda parts: over_ranks(tf.add_n(parts), name), numbers)
 
     def all_gather(self, tensor: Any, name: str) -> Any:
-        replica = _REPLICA.get()
-        return tensor if replica is None else replica.group.merge(replica, lambda parts: tf.concat(parts, 0), tensor)
+        replica, over_ranks = _REPLICA.get(), super().all_gather  # type: ignore[safe-super]
+        if replica is None:
+            return over_ranks(tensor, name)
+        return replica.group.merge(replica, lambda parts: over_ranks(tf.concat(parts, 0), name), tensor)
 
     def once(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         replica = _REPLICA.get()
@@ -229,7 +264,11 @@ def _refuse_assignment(variable: Any) -> None:
 
 
 def mean_of_shares(values: Sequence[Any], counts: Sequence[Any]) -> Any:
-    """Returns the mean of floats that replicas have computed, weighted by their examples (int32 scalars)."""
+    """Returns the mean of floats that replicas have computed, weighted by their examples (int32 scalars).
+
+    If no replica of this rank has an example, it is the first one's value.
+    """
+    counts = [counts[0] + tf.cast(tf.add_n(counts) == 0, counts[0].dtype), *counts[1:]]
     dtype, total = values[0].dtype, tf.cast(tf.add_n(counts), tf.float64)
     weights = [tf.cast(tf.math.divide_no_nan(tf.cast(count, tf.float64), total), dtype) for count in counts]
     # Not 0 × NaN: a replica with an empty share may have computed NaN.

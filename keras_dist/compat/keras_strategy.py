@@ -159,6 +159,7 @@ class ReplicaScope(keras.StatelessScope):
         super().__init__(collect_losses=True, initialize_variables=False)
         self.count, self._own, self._refuse = count, own, refuse
         self._metrics = {id(variable) for variable in metrics}
+        self.of_batch: set[int] = set()  # ids of variables that are assigned what the whole batch gives
         self._assigned: dict[int, Any] = {}
         self.loss_ids: dict[int, set[int]] = collections.defaultdict(set)  # by layer
         self._graph = tf_graphs.current()
@@ -177,7 +178,7 @@ class ReplicaScope(keras.StatelessScope):
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
         if self._adds_up(variable):
-            if tf.get_static_value(self.count) is None or tf.get_static_value(self.count) == 0:
+            if not tf.get_static_value(self.count) and id(variable) not in self.of_batch:
                 value = tf.where(self.count > 0, value, tf.cast(variable._value, value.dtype))
             assign(variable, value)
         else:
@@ -193,6 +194,12 @@ class ReplicaScope(keras.StatelessScope):
 
     def _adds_up(self, variable: Any) -> bool:
         return variable.aggregation == "sum" or id(variable) in self._metrics
+
+
+def assign_of_batch(variables: Collection[Any]) -> None:
+    """Lets a replica with an empty share assign these variables too, from now on."""
+    if isinstance(scope := keras_model.stateless_scope(), ReplicaScope):
+        scope.of_batch.update(map(id, variables))
 
 
 def losses_of_each_replica() -> contextlib.AbstractContextManager[None]:

@@ -48,8 +48,22 @@ class Shares(NamedTuple):
         return [part.count for part in self.parts]
 
 
-def take_shares(batch: Any, size: int) -> Shares:
-    return Shares(tuple(take_share(batch, index, size) for index in range(size)))
+def take_shares(batch: Any, size: int, rank: int = 0, ranks: int = 1) -> Shares:
+    """Cuts the shares of the replicas of one rank from a global batch. Each rank has `size` replicas."""
+    return Shares(tuple(take_share(batch, rank * size + index, ranks * size) for index in range(size)))
+
+
+def joined(shares: Shares) -> Share:
+    """Returns the share of a rank, whose data are the shares of its replicas."""
+    return shares.parts[0]._replace(data=shares, count=tf.add_n(shares.counts))
+
+
+def cut_again(share: Share, size: int) -> Shares:
+    """Cuts the share of a rank into those of its replicas."""
+    parts = [cut(share.data, index, size) for index in range(size)]
+    if may_be_empty(share):  # then its one example is a placeholder
+        parts = [part._replace(count=tf.where(share.count > 0, part.count, 0)) for part in parts]
+    return Shares(tuple(share._replace(data=part.data, count=part.count) for part in parts))
 
 
 def take_share(batch: Any, rank: int, size: int) -> Share:

@@ -20,6 +20,7 @@ from keras_dist.data.shares import (
     Share,
     Shares,
     any_batch_size,
+    cut_again,
     map_batches,
     row_count,
     shard_dataset,
@@ -110,6 +111,11 @@ def split_for_replicas(dataset: tf.data.Dataset, size: int) -> tf.data.Dataset:
     return map_batches(dataset, lambda batch: take_shares(batch, size))
 
 
+def cut_for_replicas(dataset: tf.data.Dataset, size: int) -> tf.data.Dataset:
+    """Turns a dataset of a rank's shares into a dataset of the shares of its replicas."""
+    return dataset.map(no_autograph(lambda share: cut_again(share, size))).with_options(without_prefetch())
+
+
 def from_chief(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
     """The chief reads, cuts and scatters. The other ranks receive their shares and never open their own stream."""
     size = backend.topology.size
@@ -117,8 +123,10 @@ def from_chief(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
     return receive_from_chief(packed, batch_spec(dataset), backend)
 
 
-def receive_from_chief(packed: tf.data.Dataset, spec: Any, backend: Backend) -> tf.data.Dataset:
-    """Returns a dataset of this rank's shares, which the chief scatters.
+def receive_from_chief(
+    packed: tf.data.Dataset, spec: Any, backend: Backend, replicas: int = 1
+) -> tf.data.Dataset:
+    """Returns a dataset of this rank's shares, which the chief scatters: `Shares` if it sends several at once.
 
     `packed` has the result of `pack_shares` for each step, and `spec` is the specification of a share's data. They are
     sent as bytes, so batches may have any structure, dtype and shape. Nothing is prefetched after the scatter, so at
@@ -126,7 +134,8 @@ def receive_from_chief(packed: tf.data.Dataset, spec: Any, backend: Backend) -> 
     """
     name = f"keras_dist_batch_{next(_numbers)}"
     scalars = (tf.TensorSpec([], dtype) for dtype in (tf.int32, tf.int32, tf.float32, tf.bool))
-    share_spec = Share(spec, *scalars)
+    one_share: Any = Share(spec, *scalars)
+    share_spec = one_share if replicas == 1 else Shares((one_share,) * replicas)
     empty = tf.data.Dataset.from_tensors((tf.zeros([0], tf.uint8), tf.zeros([backend.topology.size], tf.int32)))
     sent = packed.concatenate(empty) if backend.topology.is_chief else empty.repeat()
     parts = sent.map(no_autograph(lambda payload, lengths: backend.scatter(payload, lengths, name)))
@@ -197,7 +206,7 @@ def unflatten(spec: Any, tensors: Any) -> Any:
     return tf.nest.pack_sequence_as(spec, [_nothing() if _is_none(part) else next(leaves) for part in parts])
 
 
-def pack_shares(shares: Sequence[Share]) -> tuple[Any, Any]:
+def pack_shares(shares: Sequence[Share | Shares]) -> tuple[Any, Any]:
     """Returns the shares of all ranks as concatenated bytes, and the length of each."""
     payloads = [pack(flatten(share)) for share in shares]
     return tf.concat(payloads, 0), tf.stack([tf.size(payload) for payload in payloads])
@@ -252,11 +261,19 @@ def group_batches(
     `mode` is `"split"` or `"chief"`, see `MODES`. After `batches_per_epoch` batches a step ends, complete or not;
     `None`: only after the last one.
     """
-    topology = backend.topology
-    if mode == "split":
-        return _groups(dataset, topology.size, batches_per_epoch, lambda shares: shares[topology.rank])
-    packed = _groups(dataset, topology.size, batches_per_epoch, pack_shares)
-    return receive_from_chief(packed, batch_spec(dataset), backend)
+    rank, replicas = backend.topology.rank, backend.replicas
+
+    def of_rank(shares: list[Share], rank: int) -> Any:
+        return shares[rank] if replicas == 1 else Shares(tuple(shares[rank * replicas : (rank + 1) * replicas]))
+
+    if mode == "split" or backend.topology.size == 1:
+        return _groups(dataset, backend.num_replicas, batches_per_epoch, lambda shares: of_rank(shares, rank))
+
+    def of_ranks(shares: list[Share]) -> tuple[Any, Any]:
+        return pack_shares([of_rank(shares, rank) for rank in range(backend.topology.size)])
+
+    packed = _groups(dataset, backend.num_replicas, batches_per_epoch, of_ranks)
+    return receive_from_chief(packed, batch_spec(dataset), backend, replicas)
 
 
 def group_for_replicas(dataset: tf.data.Dataset, size: int, batches_per_epoch: int | None) -> tf.data.Dataset:

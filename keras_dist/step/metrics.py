@@ -24,7 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_model, tf_graphs
+from keras_dist.compat import keras_model, keras_strategy, tf_graphs
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
 from keras_dist.step import step as step_module
@@ -78,12 +78,13 @@ def _update(backend: Backend, metric: Any, plain: Callable[..., Any], *args: Any
 
 @contextlib.contextmanager
 def _kept_by_one_replica(backend: Backend, step: Step, variables: Sequence[Any]) -> Iterator[None]:
-    """Keeps what is assigned in this context on the chief; of replicas in one process, on the last one.
+    """Keeps what is assigned in this context on the chief's first replica; in one process, on the last one.
 
     The states of the others stay as after a reset, so the sum of all states is that of this one. In `train_on_batch`
     the chief's metrics hold the totals of all ranks. Of the replicas of one process only the last one's share is never
     empty.
     """
+    keras_strategy.assign_of_batch(variables)
     before = [tf.identity(variable.value) for variable in variables]
     yield
     is_kept = tf.equal(step.replica, 0 if backend.topology.size > 1 else backend.num_replicas - 1)

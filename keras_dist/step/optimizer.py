@@ -256,7 +256,7 @@ def distribute_optimizer(optimizer: keras.Optimizer, backend: Backend, consisten
     if getattr(optimizer, _ATTACHED, None) is not None:
         return
     # The replicas of one process share the accumulators, so their gradients are summed in each step.
-    accumulates = optimizer.gradient_accumulation_steps and backend.topology.size > 1
+    accumulates = optimizer.gradient_accumulation_steps and backend.topology.size > 1 and backend.replicas == 1
     reducer = (_AccumulatingReducer if accumulates else _Reducer)(optimizer, backend, consistency)
     attach(optimizer, _ATTACHED, reducer)
     reducer.attach()
@@ -446,9 +446,8 @@ class _Reducer:
         sums, table = self._backend.all_reduce(summands, row, step.next_name("gradients"))
         if step.stopwatch is not None:
             step.stopwatch.synchronized(worked, table[:, -1])
-            table = table[:, :-1]
         if self._backend.topology.size > 1:
-            sums = self._consistency.check(table, sums)
+            sums = self._consistency.check(table[:, :2], sums)
         reduced = list(gradients)
         for index, total in zip(present, sums, strict=True):
             reduced[index] = add_rows(total, self._backend.num_replicas, gradients[index], step.rows_of_share)

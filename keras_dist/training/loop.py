@@ -22,7 +22,7 @@ from keras_dist.comm.backend import Backend
 from keras_dist.comm.replicas import ReplicaBackend, mean_of_shares
 from keras_dist.compat import keras_model, keras_random, keras_strategy, tf_compat, tf_graphs
 from keras_dist.data import sources
-from keras_dist.data.shares import Share, Shares, examples_of, row_count, take_shares
+from keras_dist.data.shares import Share, Shares, examples_of, joined, row_count, take_shares
 from keras_dist.errors import ConfigurationError, NotSupportedError
 from keras_dist.step import step as step_module
 from keras_dist.step.gathering import gather_in_step, placed
@@ -140,7 +140,7 @@ class RankLoop(Loop, Verified):
 
     def _sharded(self, source: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> tf.data.Dataset:
         size, rank = self._backend.topology.size, self._backend.topology.rank
-        dataset = source(tf.distribute.InputContext(size, rank, size))
+        dataset = source(tf.distribute.InputContext(size, rank, self._backend.num_replicas))
         return dataset if size == 1 else sources.sharded(dataset, self._backend)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -243,49 +243,68 @@ class ReplicaLoop(RankLoop):
             self._counts_by_replica = tf.Variable(zeros, trainable=False, name="keras_dist_loop_counts")
 
     def _split(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        return sources.split_for_replicas(dataset, self._backend.replicas)
+        if self._backend.topology.size == 1:
+            return sources.split_for_replicas(dataset, self._backend.replicas)
+        return sources.cut_for_replicas(super()._split(dataset), self._backend.replicas)
 
     def _sharded(self, source: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> tf.data.Dataset:
-        return self._split(source(tf.distribute.InputContext(1, 0, self._backend.replicas)))
+        dataset = super()._sharded(source)
+        if self._backend.topology.size == 1:
+            return self._split(dataset)
+        return sources.cut_for_replicas(dataset, self._backend.replicas)
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Returns the replicas' outputs as `tf.distribute.DistributedValues`, for `kd.reduce`."""
-        if not any(isinstance(arg, Shares) for arg in args):  # tensors, without `kd.shard`
-            replicas = self._backend.replicas
-            args = tuple(take_shares(arg, replicas) if has_examples(arg) else arg for arg in as_batches(args))
+        if not any(isinstance(arg, Shares) for arg in args):  # tensors of this rank, without `kd.shard`
+            args = tuple(self._cut(arg) if has_examples(arg) else arg for arg in as_batches(args))
         return super()._run(function, args)
+
+    def _cut(self, batch: Any) -> Shares:
+        shares = take_shares(batch, self._backend.replicas)
+        if self._backend.topology.size == 1:
+            return shares
+        total = self._backend.all_reduce_exact(tf.cast(shares.parts[0].total, tf.float64), "keras_dist_loop_total")
+        nothing = tf.constant(0.0)  # each rank has other data
+        parts = [part._replace(total=tf.cast(total, tf.int32), fingerprint=nothing) for part in shares.parts]
+        return Shares(tuple(parts))
 
     def _total_of(self, args: tuple[Any, ...]) -> Any:
         return next(arg for arg in args if isinstance(arg, Shares)).parts[0].total
 
     def whole(self, args: tuple[Any, ...]) -> Any:
-        return tuple(batch_of_shares(arg.parts) if isinstance(arg, Shares) else arg for arg in args)
+        def of_rank(arg: Any) -> Any:
+            return joined(arg)._replace(data=batch_of_shares(arg.parts)) if isinstance(arg, Shares) else arg
+
+        return super().whole(tuple(map(of_rank, args)))
 
     def _run_on_shares(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        shares = next(arg for arg in args if isinstance(arg, Shares))
+        shares, topology = next(arg for arg in args if isinstance(arg, Shares)), self._backend.topology
         self._counts_by_replica.assign(tf.stack(shares.counts))
+        of_rank = Step.of(joined(shares), topology.rank)
+        self._count.assign(of_rank.count)
+        self._total.assign(of_rank.total)
         function = tf_compat.converted(function)
 
         def run(index: int) -> Any:
             replica_args = [examples_of(arg.parts[index]) if isinstance(arg, Shares) else arg for arg in args]
-            step = Step.of(shares.parts[index], index)
+            step = Step.of(shares.parts[index], topology.rank * self._backend.replicas + index)
             step.applied = self._applied if index == 0 else None
             if self.exact:
                 replica_args = placed(self._backend, step, replica_args)
             with step_module.entered(step):
                 return function(*replica_args)
 
-        with whole_batch(self._backend, self._distribute, exact=self.exact):
+        of_ranks = combined(self._backend, of_rank) if topology.size > 1 else contextlib.nullcontext()
+        with whole_batch(self._backend, self._distribute, exact=self.exact), of_ranks:
             outputs = self._backend.run(run, shares.counts)
         return tf.nest.map_structure(_of_each_replica, *outputs)
 
     def _reduce(self, operation: str, value: Any) -> Any:
-        if not isinstance(value, tf.distribute.DistributedValues):
-            return value
-        values = value.values
-        if operation == "sum":
-            return tf.add_n(values)
-        return mean_of_shares(values, tf.unstack(self._counts_by_replica))
+        if isinstance(value, tf.distribute.DistributedValues):
+            values = value.values
+            counts = tf.unstack(self._counts_by_replica)
+            value = tf.add_n(values) if operation == "sum" else mean_of_shares(values, counts)
+        return value if self._backend.topology.size == 1 else super()._reduce(operation, value)
 
 
 def as_batches(args: tuple[Any, ...]) -> tuple[Any, ...]:

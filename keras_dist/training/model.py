@@ -7,7 +7,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -18,7 +18,16 @@ from keras_dist.compat import keras_fit, keras_layers, keras_model
 from keras_dist.compat.keras_model import attach
 from keras_dist.data import sources
 from keras_dist.data.pipeline import fold
-from keras_dist.data.shares import Share, Shares, may_be_empty, note_whole_batch, row_count, take_share, take_shares
+from keras_dist.data.shares import (
+    Share,
+    Shares,
+    joined,
+    may_be_empty,
+    note_whole_batch,
+    row_count,
+    take_share,
+    take_shares,
+)
 from keras_dist.logging import logger
 from keras_dist.state import weights
 from keras_dist.step import step as step_module
@@ -30,7 +39,7 @@ from keras_dist.step.whole_batch import combined_assignments, whole_batch
 from keras_dist.training import refusals
 from keras_dist.training.call import Call
 from keras_dist.training.distributed import DistributedModel
-from keras_dist.training.loop import Loop, RankLoop
+from keras_dist.training.loop import Loop, RankLoop, ReplicaLoop
 from keras_dist.training.options import Options
 from keras_dist.training.own_code import as_tensors, batch_of_all_ranks, batch_of_shares, gather_rows, real_rows
 from keras_dist.training.resuming import FitExtensions
@@ -284,15 +293,14 @@ class RankModel(DistributedModel):
 
     def _run(self, function: Callable[..., Any], batch: Any) -> Any:
         self._has_run = True
-        (share,) = self._shares_of(batch)
+        share = self._share_of_rank(batch)
         step = Step.of(share, self._backend.topology.rank, self.stopwatch if self._applied is None else None)
         self._step, step.applied = step, self._applied
         fold(self._fingerprint, share.fingerprint)
-        if self.exact:
-            share = share._replace(data=placed(self._backend, step, share.data))
-        with step_module.entered(step), self._whole_batch(), self.logs.recording():
+        with self._whole_batch(), self.logs.recording():
             if (kind := self._kind_of(function)) is None:
-                tried, predictions = "" if self._applied is None else "tried_", function(share.data)
+                tried = "" if self._applied is None else "tried_"
+                predictions = self._compute(function, share, step, kind)
                 rows = [
                     gather_rows(self._backend, real_rows(leaf, share.count), f"keras_dist_{tried}predictions_{index}")
                     for index, leaf in enumerate(tf.nest.flatten(predictions))
@@ -301,10 +309,24 @@ class RankModel(DistributedModel):
             else:
                 self._last_count.assign(share.count)
                 self._has_whole_batches.assign(share.is_whole)
-                outputs = self._run_and_keep_state(lambda data: self.logs.note(kind, function(data)), share, step)
-        if self._applied is None:
-            self._constants += weights.of_step(self._model, share.data)
+
+                def noted(data: Any) -> Any:
+                    return self.logs.note(kind, function(data))
+
+                compute = functools.partial(self._compute, noted, share, step, kind)
+                outputs = self._run_and_keep_state(compute, share, step)
+        if self._applied is None and self._backend.topology.size > 1:
+            self._constants += weights.of_step(self._model, step.data)
         return outputs
+
+    def _share_of_rank(self, batch: Any) -> Share:
+        (share,) = self._shares_of(batch)
+        return share
+
+    def _compute(self, function: Callable[..., Any], share: Share, step: Step, kind: str | None) -> Any:
+        data = placed(self._backend, step, share.data) if self.exact else share.data
+        with step_module.entered(step):
+            return function(data)
 
     def _whole_batch(self) -> contextlib.AbstractContextManager[None]:
         return whole_batch(self._backend, self.prepare_found, self._model, exact=self.exact)
@@ -340,15 +362,17 @@ class RankModel(DistributedModel):
         topology = self._backend.topology
         return [batch if isinstance(batch, Share) else take_share(as_tensors(batch), topology.rank, topology.size)]
 
-    def _run_and_keep_state(self, function: Callable[..., Any], share: Share, step: Step) -> Any:
+    def _run_and_keep_state(self, function: Callable[[], Any], share: Share, step: Step) -> Any:
         """Runs a step. If the share is empty, it does not change metrics, and its placeholder no statistics."""
+        if self._backend.topology.size == 1:  # what its replicas assign is combined where they meet
+            return function()
         if not may_be_empty(share):
             with combined_assignments(self._backend, self._model, step):
-                return function(share.data)
+                return function()
         metrics = [(variable, tf.identity(variable.value)) for variable in self._model.metrics_variables]
         statistics = [(v, tf.identity(v.value)) for v in keras_layers.statistics_of_a_share(self._model, self.exact)]
         with combined_assignments(self._backend, self._model, step):
-            outputs = function(share.data)
+            outputs = function()
         is_empty = share.count == 0
         restored = [_restore_if(is_empty, step, metrics), _restore_if(is_empty & ~share.is_whole, step, statistics)]
         with tf.control_dependencies([operation for operation in restored if operation is not None]):
@@ -356,28 +380,23 @@ class RankModel(DistributedModel):
 
 
 class ReplicaModel(RankModel):
-    """A model in a process with several replicas, which read one dataset."""
+    """A model in processes with several replicas. Those of a process read one dataset, whose elements are `Shares`."""
 
     _backend: ReplicaBackend
 
     def _read(self, dataset: tf.data.Dataset, mode: str) -> tf.data.Dataset:
-        return sources.split_for_replicas(dataset, self._backend.replicas)
+        if self._backend.topology.size == 1:
+            return sources.split_for_replicas(dataset, self._backend.replicas)
+        return sources.cut_for_replicas(super()._read(dataset, mode), self._backend.replicas)
 
-    def _group_batches(self, dataset: tf.data.Dataset, mode: str, per_epoch: int | None) -> tf.data.Dataset:
-        return sources.group_for_replicas(dataset, self._backend.replicas, per_epoch)
+    def _share_of_rank(self, batch: Any) -> Share:
+        return joined(Shares(tuple(self._shares_of(batch))))
 
-    def _run(self, function: Callable[..., Any], batch: Any) -> Any:
-        self._has_run = True
-        shares = Shares(tuple(self._shares_of(batch)))
-        if (kind := self._kind_of(function)) is None:
-            with self._whole_batch():
-                outputs = self._backend.run(self._step_on(shares, function), shares.counts)
-            return _concatenate(outputs, shares)
-        self._last_count.assign(shares.parts[0].total)
-        self._has_whole_batches.assign(shares.parts[0].is_whole)
-        with self._whole_batch(), self.logs.recording():
-            step = self._step_on(shares, lambda data: self.logs.note(kind, function(data)))
-            outputs = self._backend.run(step, shares.counts, self._model.metrics_variables)
+    def _compute(self, function: Callable[..., Any], share: Share, step: Step, kind: str | None) -> Any:
+        shares = share.data
+        if kind is None:
+            return _concatenate(self._backend.run(self._step_on(shares, function), shares.counts), shares)
+        outputs = self._backend.run(self._step_on(shares, function), shares.counts, self._model.metrics_variables)
         if not isinstance(outputs[-1], dict):
             return outputs[-1]
         # The last replica's metrics include the other shares.
@@ -387,7 +406,10 @@ class ReplicaModel(RankModel):
         }
 
     def _shares_of(self, batch: Any) -> Sequence[Share]:
-        return (batch if isinstance(batch, Shares) else take_shares(as_tensors(batch), self._backend.replicas)).parts
+        if isinstance(batch, Shares):
+            return batch.parts
+        topology = self._backend.topology
+        return take_shares(as_tensors(batch), self._backend.replicas, topology.rank, topology.size).parts
 
     # --- Verification ---
 
@@ -395,16 +417,22 @@ class ReplicaModel(RankModel):
         return batch.parts[0].total if isinstance(batch, Shares) else super()._total_of(batch)
 
     def whole(self, batch: Any) -> Any:
-        return batch_of_shares(batch.parts) if isinstance(batch, Shares) else as_tensors(batch)
+        if not isinstance(batch, Shares):
+            return as_tensors(batch)
+        return batch_of_all_ranks(self._backend, joined(batch)._replace(data=batch_of_shares(batch.parts)))
 
     def _step_on(self, shares: Shares, function: Callable[..., Any]) -> Callable[[int], Any]:
+        of_rank, first = self._step, self._backend.topology.rank * self._backend.replicas
+        compute = super()._compute
+        assert of_rank is not None
+
         def run(index: int) -> Any:
             share = shares.parts[index]
-            step = Step.of(share, index)
-            step.applied = self._applied if index == 0 else None
-            data = placed(self._backend, step, share.data) if self.exact else share.data
-            with step_module.entered(step):
-                return function(data)
+            step = Step.of(share, first + index)
+            step.whole, step.own = of_rank.whole, of_rank.own
+            if index == 0:
+                step.applied, step.stopwatch = of_rank.applied, of_rank.stopwatch
+            return compute(function, share, step, None)
 
         return run
 
@@ -436,8 +464,6 @@ def _restore_if(condition: Any, step: Step, before: Sequence[tuple[Any, Any]]) -
 class LocalTraining(Backend):
     """A backend on which `fit` runs Keras's own steps in this process, on this process's shares."""
 
-    model_class: ClassVar[type[RankModel]] = RankModel
-
     def distribute(self, target: keras.Model | keras.optimizers.Optimizer, options: Options) -> None:
         if self.num_replicas == 1:
             if isinstance(target, keras.Model):  # its `fit` can commit and resume, and put steps together
@@ -446,11 +472,16 @@ class LocalTraining(Backend):
                     attach(target, _TUNING, tuning)
                 keras_fit.wrap_fit(_fit)
         elif isinstance(target, keras.Model):
-            self.model_class(target, self, options).attach()
+            model = RankModel if self.replicas == 1 else ReplicaModel
+            model(target, self, options).attach()
         else:
             options.scale(target, self.num_replicas)
             distribute_optimizer(target, self, consistency_check_of(self.topology.size))
 
     @functools.cached_property
     def loop(self) -> Loop:
-        return Loop() if self.num_replicas == 1 else RankLoop(self)
+        if self.num_replicas == 1:
+            return Loop()
+        if isinstance(self, ReplicaBackend) and self.replicas > 1:
+            return ReplicaLoop(self)
+        return RankLoop(self)

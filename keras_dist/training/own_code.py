@@ -31,6 +31,8 @@ from keras_dist.step.trial import Trial, descending
 
 def gather_rows(backend: Backend, rows: Any, name: str) -> Any:
     """Concatenates the rows of all ranks, in the order of the global batch. `name` must be unique in a step."""
+    if backend.topology.size == 1:
+        return rows
     if isinstance(rows, tf.RaggedTensor):
         lengths = backend.all_gather(rows.row_lengths(), f"{name}_lengths")
         return tf.RaggedTensor.from_row_lengths(gather_rows(backend, rows.values, f"{name}_values"), lengths)

@@ -11,8 +11,17 @@ from keras_dist.backends import BACKENDS, load
 # Two ranks or replicas of every registered backend that can have them on CPUs.
 DEFAULT_SIZES: dict[str, tuple[int, ...]] = {
     **{name: (2,) if entry.scales_on_cpus else (1,) for name, entry in BACKENDS.items()},
+    "multi_worker": (2, 4),
     "tpu": (1, 8),  # the usual numbers of cores
 }
+REPLICAS_OF_A_RANK = {("multi_worker", 4): 2}  # 2 ranks with 2 devices each
+
+
+def ranks_of(backend: str, size: int) -> int:
+    """Returns how many processes run the script."""
+    return 1 if backend in IN_ONE_PROCESS else size // REPLICAS_OF_A_RANK.get((backend, size), 1)
+
+
 
 # For these the size is the number of replicas: devices of one process, or workers of one coordinator.
 IN_ONE_PROCESS = [
@@ -39,16 +48,15 @@ _SEVERAL_CORES = {
     "fit-step-state": "A variable of a layer that is summed over TPU cores is not supported",
     "refuses-strategy-scope": "Mixing different tf.distribute.Strategy objects",  # TensorFlow's own words
 }  # fmt: skip
+_OF_REPLICAS = {
+    "predict-widths": _SHAPES, "fit-spectral-normalization": _ASSIGNED,
+    "fit-condition": "The replicas of one process can only reduce in the step itself",
+    "exact-rnn-cell": "On this backend a step cannot assign a variable in a loop",
+}  # fmt: skip
 REFUSED: dict[str, dict[str, str]] = {
     **dict.fromkeys(("horovod", "multi_worker"), {"predict-widths": _SHAPES}),
-    **dict.fromkeys(
-        ("central_storage", "mirrored"),
-        {
-            "predict-widths": _SHAPES, "fit-spectral-normalization": _ASSIGNED,
-            "fit-condition": "The replicas of one process can only reduce in the step itself",
-            "exact-rnn-cell": "On this backend a step cannot assign a variable in a loop",
-        },
-    ),
+    **dict.fromkeys(("central_storage", "mirrored"), _OF_REPLICAS),
+    "multi_worker-4": {**_OF_REPLICAS, "refuses-condition-by-rank": _OF_REPLICAS["fit-condition"]},
     "parameter_server": {
         "predict-widths": _SHAPES,
         "fit-condition": "The step applies gradients inside `tf.cond`",

@@ -29,7 +29,7 @@ import numpy as np
 import pytest
 
 from keras_dist.testing import WorkerError
-from tests.contract.clusters import IN_ONE_PROCESS, NOT_TESTED, NOT_VERIFIED, refusal
+from tests.contract.clusters import NOT_TESTED, NOT_VERIFIED, ranks_of, refusal
 
 FLOAT64, FLOAT32, FLOAT32_ADAM = 1e-9, 1e-6, 1e-5
 
@@ -52,7 +52,7 @@ def contract(
     also: Sequence[str] = (),
     covered_by: Sequence[str] = (),
     reference: Callable[[int], Numbers] | None = None,
-    reference_in_one_process: Callable[[int], Numbers] | None = None,
+    reference_of_processes: Callable[[int, int], Numbers] | None = None,
     of_ranks: bool = False,
     verify: Verify | None = None,
     of: Sequence[str] | None = None,
@@ -69,7 +69,7 @@ def contract(
             goes through code of its own. `make test-full` tests it on all.
         covered_by: For a case that `make test` leaves out: the rows there that fail too if its code breaks.
         reference: Computes in one process the expected result of `n` ranks, if it differs from the plain one.
-        reference_in_one_process: The same for `n` replicas of one process, if that differs again.
+        reference_of_processes: The same, if it depends on how many processes the `n` replicas have: the second number.
         of_ranks: Whether `n` is the number of ranks, even if there are more replicas than ranks.
         verify: Further assertions. Takes the results of all ranks, and the number of ranks or replicas.
         of: The backends that have the tested option; `None` for all.
@@ -97,13 +97,12 @@ def contract(
                 with pytest.raises(WorkerError, match=re.escape(words)):
                     pools.get(backend, size).run(run_in_worker, *name, own_folder, timeout=_TIMEOUT)
                 pytest.skip(f"refused: {words}")
-            in_one_process = reference_in_one_process is not None and backend in IN_ONE_PROCESS
-            chosen = ("reference_in_one_process" if in_one_process else "reference") if reference else None
-            count = 1 if of_ranks and backend in IN_ONE_PROCESS else size
-            key = (*name, *((chosen, count) if chosen else ()))
+            ranks = ranks_of(backend, size)
+            chosen = (ranks if of_ranks else size,) if reference else (size, ranks) if reference_of_processes else ()
+            key = (*name, *chosen)
             if key not in golden:
                 plain_folder = folder(tmp_path, "plain")
-                (golden[key],) = pools.get("serial", 1).run(reference_in_worker, *name, plain_folder, chosen, count)
+                (golden[key],) = pools.get("serial", 1).run(reference_in_worker, *name, plain_folder, *chosen)
             results = pools.get(backend, size).run(run_in_worker, *name, own_folder, timeout=_TIMEOUT)
             for rank, result in enumerate(results):
                 assert_identical(shared(result), shared(results[0]), f"rank {rank} and rank 0")
@@ -113,8 +112,8 @@ def contract(
 
         test.__name__, test.__qualname__, test.__module__ = case.__name__, case.__name__, case.__module__
         test.__doc__ = case.__doc__
-        test.case, test.reference, test.float32 = case, reference, float32  # type: ignore[attr-defined]
-        test.reference_in_one_process = reference_in_one_process  # type: ignore[attr-defined]
+        test.case, test.float32 = case, float32  # type: ignore[attr-defined]
+        test.reference = reference or reference_of_processes  # type: ignore[attr-defined]
         if is_lambda:
             vars(sys.modules[case.__module__])[case.__name__] = test
         return test
@@ -155,10 +154,10 @@ def prepared(module: str, name: str, folder: str) -> Any:
     return test
 
 
-def reference_in_worker(module: str, name: str, folder: str, reference: str | None, size: int) -> Numbers:
-    """Computes the expected result of a case in a plain process, by the case itself or by its reference."""
+def reference_in_worker(module: str, name: str, folder: str, *sizes: int) -> Numbers:
+    """Computes the expected result of a case in a plain process, by its reference for these sizes or by the case."""
     test = prepared(module, name, folder)
-    numbers = getattr(test, reference)(size) if reference else test.case(same)
+    numbers = test.reference(*sizes) if sizes else test.case(same)
     return {key: plain(value) for key, value in numbers.items()}
 
 

@@ -308,6 +308,10 @@ def compiled_functions() -> set[str]:
 # --- What `size` ranks compute, in one process ---
 
 
+def _average(statistics: Sequence[Any], counts: Sequence[Any] | None = None) -> Any:
+    return [np.average(values, axis=0, weights=counts) for values in zip(*statistics, strict=True)]
+
+
 def trained_on_shares(
     model: keras.Model,
     loss: Callable[[Any, Any], Any],
@@ -315,21 +319,21 @@ def trained_on_shares(
     size: int,
     epochs: int = 2,
     seed_offset: int = 0,
-    in_one_process: bool = False,
+    processes: int | None = None,
 ) -> dict[str, Any]:
     """Trains on the sum of the gradients of the shares' weighted losses, and averages their statistics.
 
     Each rank has its own random stream and its own statistics (BatchNormalization), which are averaged after
-    each epoch; in one process after each step, by the number of examples.
+    each epoch; within a process after each step, by the number of examples.
 
     Args:
         model: Compiled, with its optimizer.
         loss: A mean over examples, of `y` and the model's prediction.
         data: x and y.
-        size: Number of ranks.
+        size: Number of ranks, or of replicas.
         epochs: Number of epochs.
         seed_offset: Difference between the seeds of consecutive ranks.
-        in_one_process: Whether the ranks are replicas of one process.
+        processes: Number of processes, each with as many of the replicas; `None`: each replica has its own.
     """
     x, y = data
 
@@ -347,11 +351,13 @@ def trained_on_shares(
         for start in range(0, len(x), BATCH):
             batch = x[start : start + BATCH], y[start : start + BATCH]
             _step_on_shares(model, gradients_of, batch, collected, statistics, seeds, seed_offset)
-            if in_one_process or start + BATCH >= len(x):
-                counts = [np.subtract(*share_bounds(len(batch[0]), rank, size)) for rank in range(size)]
-                weights = counts if in_one_process else None
-                average = [np.average(values, axis=0, weights=weights) for values in zip(*statistics, strict=True)]
-                statistics = [average for _ in range(size)]
+            counts = [-np.subtract(*share_bounds(len(batch[0]), rank, size)) for rank in range(size)]
+            replicas = size // (processes or size)
+            for first in range(0, size, replicas):
+                own = slice(first, first + replicas)
+                if sum(counts[own]):
+                    statistics[own] = [_average(statistics[own], counts[own])] * replicas
+        statistics = [_average(statistics)] * size
     _assign(collected, statistics[0])
     return {"weights": model.get_weights()}
 

@@ -83,7 +83,7 @@ class Loop:
         return {"logs": logs, "weights": self.model.get_weights()}
 
 
-@contract("loop", also=("mirrored-2", "parameter_server-2"), covered_by=("loop-eager",))
+@contract("loop", also=("mirrored-2", "multi_worker-4", "parameter_server-2"), covered_by=("loop-eager",))
 def test_loop(distribute: Any) -> Numbers:
     """Batches of 8, 8, 8 and 1, then of 5."""
     loop = Loop(distribute)

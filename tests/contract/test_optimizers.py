@@ -262,7 +262,7 @@ def test_gradient_accumulation_remainder(distribute: Distribute) -> Numbers:
 
 
 def one_reduction_per_update(results: list[Numbers], plain: Numbers, size: int) -> None:
-    if len(results) > 1:
+    if len(results) == size > 1:  # replicas of one process share the accumulators, and reduce in each step
         assert [result["own_reductions"] for result in results] == [2] * len(results)
 
 

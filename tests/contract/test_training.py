@@ -49,7 +49,7 @@ EVERYWHERE = (
 contract("fit-float32", float32=True, tolerance=FLOAT32, sizes=(3, 4), covered_by=("fit-float64",))(
     lambda distribute: used(compiled(distribute), *numbers())
 )
-contract("fit-float64", sizes=(3, 4), also=EVERYWHERE)(
+contract("fit-float64", sizes=(3, 4), also=(*EVERYWHERE, "multi_worker-4"))(
     lambda distribute: used(compiled(distribute), *numbers(), epochs=5)
 )
 
@@ -146,16 +146,16 @@ def batchnorm_model() -> keras.Model:
     return stack(layers.Dense(5), layers.BatchNormalization(), layers.Dense(1))
 
 
-def batchnorm_of_shares(size: int, in_one_process: bool = False) -> Numbers:
+def batchnorm_of_shares(size: int, processes: int) -> Numbers:
     """A rank normalizes its share. Ranks average the moving statistics at the end, replicas after each step."""
     model = compiled(same, model=batchnorm_model())
-    result = trained_on_shares(model, mean_squared_error, numbers(), size, in_one_process=in_one_process)
+    result = trained_on_shares(model, mean_squared_error, numbers(), size, processes=processes)
     return {**result, "evaluation": model.evaluate(*numbers(), verbose=0)}
 
 
 @contract(
-    "fit-batchnorm", sizes=(3,), also=("parameter_server-2", "tpu-8"), reference=batchnorm_of_shares,
-    reference_in_one_process=lambda size: batchnorm_of_shares(size, in_one_process=True),
+    "fit-batchnorm", sizes=(3,), also=("multi_worker-4", "parameter_server-2", "tpu-8"),
+    reference_of_processes=batchnorm_of_shares,
 )  # fmt: skip
 def test_batchnorm(distribute: Any) -> Numbers:
     model = compiled(distribute, model=batchnorm_model())
@@ -299,7 +299,7 @@ def fit_table(distribute: Any, optimizer: Any = None, model: Any = None, eagerly
 
 
 contract(
-    "fit-embedding", also=("multi_worker-2", "central_storage-2", "parameter_server-2"),
+    "fit-embedding", also=("multi_worker-2", "multi_worker-4", "central_storage-2", "parameter_server-2"),
     covered_by=("fit-embedding-global-clipnorm", "fit-embedding-eagerly"),
 )(lambda distribute: fit_table(distribute))  # fmt: skip
 contract("fit-embedding-adam", covered_by=("fit-embedding-global-clipnorm", "adam"))(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -16,7 +17,16 @@ import pytest
 
 from keras_dist.launcher.nodes import free_ports
 from keras_dist.testing import WorkerError
-from tests.forks import ForkServer
+from tests.contract.harness import (
+    FLOAT64,
+    assert_close,
+    assert_identical,
+    flat,
+    folder,
+    reference_in_worker,
+    run_in_worker,
+)
+from tests.forks import ForkedPool, ForkServer
 from tests.multiprocess.launches import RUN, SCRIPTS, Commands, output_of
 from tests.multiprocess.launches import run as run_command
 from tests.multiprocess.test_parameter_server import own_step
@@ -67,6 +77,27 @@ def test_central_storage_holds_everything_on_the_host_and_sends_weights_in_each_
     assert {pair: size for pair, size in ast.literal_eval(sent).items() if pair.startswith("weight")} == {
         "weight CPU:0->CPU:1": GRADIENTS, "weight CPU:0->CPU:2": GRADIENTS,
     }  # fmt: skip
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("case", ["test_fit_float64", "test_batchnorm_synchronized"])
+def test_two_ranks_of_horovod_with_two_devices_each(
+    case: str, forks: ForkServer, pools: Any, tmp_path: Path
+) -> None:
+    """In `make test` and on all cases multi_worker does the same."""
+    case_of = "tests.contract.test_training", case
+    (plain,) = pools.get("serial", 1).run(reference_in_worker, *case_of, folder(tmp_path, "plain"))
+    with ForkedPool(forks, 2, "horovod", os.environ, replicas=2) as pool:
+        first, second = pool.run(run_in_worker, *case_of, folder(tmp_path, "distributed"))
+        assert pool.run(_replicas) == [(2, 4), (2, 4)]
+    assert_identical(flat(first), flat(second), "ranks 0 and 1")
+    assert_close(flat(first), flat(plain), FLOAT64)
+
+
+def _replicas() -> tuple[int, int]:
+    import keras_dist as kd
+
+    return kd.size(), kd.num_replicas()
 
 
 def test_central_storage_refuses_a_model_from_before(run: Run) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
+from keras_dist import api
 from keras_dist.backends import choose
+from keras_dist.backends.local.serial import Serial
 from keras_dist.comm import devices
-from keras_dist.comm.devices import bind, cpu_limit, part_of, pin_gpu, warn_of_unused_gpus
+from keras_dist.comm.devices import bind, cpu_limit, part_of, pin_gpu, prepare_devices, warn_of_unused_gpus
 from keras_dist.environment import Launch, Topology
 from keras_dist.errors import ConfigurationError
 
@@ -37,12 +41,12 @@ def test_gpus_that_are_seen_and_not_used_are_named(
 
 
 def used_gpus(visible: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Simulates GPUs. Returns a list that gets the index of the one that `pin_gpu` takes."""
+    """Simulates GPUs. Returns a list that gets the indices of those that a rank takes."""
     gpus = [tf.config.PhysicalDevice(f"/physical_device:GPU:{number}", "GPU") for number in range(visible)]
     used: list[int] = []
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: gpus)
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: gpus)
-    monkeypatch.setattr(tf.config, "set_visible_devices", lambda gpu, kind: used.append(gpus.index(gpu)))
+    monkeypatch.setattr(tf.config, "set_visible_devices", lambda chosen, kind: used.extend(map(gpus.index, chosen)))
     monkeypatch.setattr(tf.config.experimental, "set_memory_growth", lambda gpu, enable: None)
     for name in ("CUDA_VISIBLE_DEVICES", "SLURM_GPUS_ON_NODE"):
         monkeypatch.delenv(name, raising=False)
@@ -86,16 +90,40 @@ def test_which_gpu_the_third_of_four_ranks_of_a_host_has(
     assert [f"no rank uses {unused}, since each uses one" in warning for warning in warnings] == [True] * bool(unused)
 
 
-def test_the_only_rank_of_a_host_warns_of_gpus_that_it_does_not_use(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    used = used_gpus(4, monkeypatch)
-    pin_gpu(Topology(1, 2, 0, 1))  # a task of TF_CONFIG
-    expected = (
-        "this process sees GPU:0, GPU:1, GPU:2, GPU:3 and no rank uses GPU:1, GPU:2, GPU:3, since each uses one. "
-        "Start a rank for each GPU"
-    )
-    assert (used, [record.getMessage() for record in caplog.records]) == ([0], [expected])
+@pytest.mark.parametrize(
+    ("launcher", "topology", "visible", "has_several", "taken"),
+    [
+        ("TF_CONFIG", Topology(1, 2, 0, 1), 4, True, [0, 1, 2, 3]),
+        ("TF_CONFIG", Topology(0, 1, 0, 1), 4, True, [0, 1, 2, 3]),  # Vertex AI, one machine
+        ("TF_CONFIG", Topology(1, 2, 0, 1), 1, False, [0]),
+        ("TF_CONFIG", Topology(1, 2, 1, 2), 4, False, [1]),
+        ("srun", Topology(1, 2, 0, 1), 4, True, [0, 1, 2, 3]),
+        ("horovodrun", Topology(1, 2, 0, 1), 4, True, [0, 1, 2, 3]),
+        ("keras-dist run", Topology(0, 1, 0, 1), 4, False, [0]),
+    ],
+)
+def test_the_only_rank_of_a_host_uses_all_gpus_that_it_sees(
+    launcher: str, topology: Topology, visible: int, has_several: bool, taken: list[int],
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    used = used_gpus(visible, monkeypatch)
+    assert prepare_devices(None, topology, Launch(launcher, topology)) == has_several
+    warns = launcher == "keras-dist run"
+    unused = "GPU:1, GPU:2, GPU:3, since each uses one. Start a rank for each GPU"
+    warnings = [record.getMessage().partition("no rank uses ")[2] for record in caplog.records]
+    assert (used, warnings) == (taken, [unused] * warns)
+
+
+def test_ranks_that_see_different_numbers_of_gpus_are_refused() -> None:
+    class OnFourGpus(Serial):
+        replicas = 4
+
+        def all_gather_object(self, call: str, value: Any = None) -> list[Any]:
+            return [value, (*value[:-1], 2)]
+
+    expected = "All ranks must compute on equally many devices.\nReceived: rank 0: 4; rank 1: 2\nRemedy: Hide GPUs"
+    with pytest.raises(ConfigurationError, match=re.escape(expected)):
+        api._compare_ranks(OnFourGpus(), None)
 
 
 @pytest.mark.parametrize(("gpus", "chosen"), [(0, "serial"), (1, "serial"), (2, "mirrored"), (8, "mirrored")])

@@ -7,14 +7,16 @@ Keras 3 (https://github.com/horovod/horovod/issues/4290).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from keras_dist import environment
 from keras_dist.backends.horovod import runtime
 from keras_dist.backends.horovod.collectives import HorovodCollectives
 from keras_dist.comm.backend import Priority, join
-from keras_dist.comm.devices import bind, pin_gpu
+from keras_dist.comm.devices import bind, find_devices, list_names, prepare_devices
 from keras_dist.comm.processes import ProcessBackend
+from keras_dist.comm.replicas import ReplicaBackend
 from keras_dist.comm.watchdog import FailureReports, Watchdog
 from keras_dist.environment import Launch
 from keras_dist.errors import ConfigurationError, check_choice
@@ -23,7 +25,7 @@ from keras_dist.training.model import LocalTraining
 _PEER_LOSS = ("Horovod has been shut down", "HorovodInternalError", "Connection closed by peer")
 
 
-class Horovod(LocalTraining, ProcessBackend):
+class Horovod(LocalTraining, ReplicaBackend, ProcessBackend):
     """Trains with Horovod's ring all-reduce: gradients are averaged over all processes in every step.
 
     Args:
@@ -34,6 +36,7 @@ class Horovod(LocalTraining, ProcessBackend):
         hierarchical_allreduce: Reduce inside each host first. Needs a Horovod built with NCCL and MPI.
         fusion_threshold_mb: The number of MB up to which small gradients are sent together (Horovod's default: 128).
         cycle_time_ms: Milliseconds between two checks for gradients to send (default: 0.5; Horovod's own is 1).
+        devices: Names of the devices of each rank, see `kd.MultiWorker`.
 
     Raises:
         ConfigurationError: If an option is invalid, or the installed Horovod doesn't support it.
@@ -55,6 +58,7 @@ class Horovod(LocalTraining, ProcessBackend):
         hierarchical_allreduce: bool = False,
         fusion_threshold_mb: float | None = None,
         cycle_time_ms: float | None = None,
+        devices: Sequence[str] | None = None,
     ) -> None:
         check_choice("Horovod option", "compression", compression, (None, "fp16", "bf16"))
         check_choice("Horovod option", "op", op, ("average", "adasum"))
@@ -71,6 +75,7 @@ class Horovod(LocalTraining, ProcessBackend):
             "hierarchical_allreduce": hierarchical_allreduce,
             "fusion_threshold_mb": fusion_threshold_mb,
             "cycle_time_ms": cycle_time_ms,
+            "devices": list_names(devices),
         }
 
     @classmethod
@@ -95,7 +100,14 @@ class Horovod(LocalTraining, ProcessBackend):
         cores = bind(launch)
         rendezvous = join(launch)
         self.topology = runtime.connect(hvd, launch, cores)
-        pin_gpu(self.topology, launch.place)
+        if prepare_devices(self._options["devices"], self.topology, launch):
+            self._mirror(find_devices(self._options["devices"]))
+        if self.combines_means and self.replicas > 1:
+            raise ConfigurationError(
+                "Adasum combines the gradients of ranks, each of which has one device.",
+                f"op='adasum' on {self.replicas} devices of each rank",
+                "Start a rank for each device, or name one of each rank: devices=['GPU:0'].",
+            )
         self._collectives = HorovodCollectives(hvd, self.topology, self._options["compression"], self.combines_means)
         if rendezvous is not None:  # under MPI there is none, only Horovod's stall inspector
             failure_reports = FailureReports(self.topology, rendezvous, self.translate)

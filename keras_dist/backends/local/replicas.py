@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import tensorflow as tf
 
-from keras_dist.comm.backend import Priority
-from keras_dist.comm.devices import describe_devices, find_devices, list_names, short_name, warn_of_unused_gpus
+from keras_dist.comm.backend import OneProcess, Priority
+from keras_dist.comm.devices import find_devices, list_names, short_name, warn_of_unused_gpus
 from keras_dist.comm.replicas import ReplicaBackend
 from keras_dist.environment import Launch
 from keras_dist.errors import ConfigurationError, check_choice
-from keras_dist.training.loop import Loop, ReplicaLoop
-from keras_dist.training.model import LocalTraining, ReplicaModel
+from keras_dist.training.model import LocalTraining
 
 
-class LocalBackend(LocalTraining, ReplicaBackend):
-    """A backend whose replicas are devices of this process. `start` calls `_use`."""
-
-    model_class = ReplicaModel
-
-    @functools.cached_property
-    def loop(self) -> Loop:
-        return Loop() if self.num_replicas == 1 else ReplicaLoop(self)
-
-
-class CentralStorage(LocalBackend):
+class CentralStorage(LocalTraining, ReplicaBackend, OneProcess):
     """Trains on several devices of this machine, with all variables in the memory of the host.
 
     Use it for models whose embedding tables are larger than the memory of one device: only the rows that a batch needs
@@ -81,7 +69,7 @@ class CentralStorage(LocalBackend):
             )
 
     def describe_devices(self) -> str:
-        return f"{describe_devices(self._strategy.extended.worker_devices)}, variables on {self._holder}"
+        return f"{super().describe_devices()}, variables on {self._holder}"
 
 
 _ALL_REDUCES = {
@@ -92,7 +80,7 @@ _ALL_REDUCES = {
 }
 
 
-class Mirrored(LocalBackend):
+class Mirrored(LocalTraining, ReplicaBackend, OneProcess):
     """Trains on several devices of this machine in one process, also in a notebook.
 
     Each device has a copy of every weight and of the optimizer's state. It computes the step on its share of every
@@ -143,11 +131,5 @@ class Mirrored(LocalBackend):
                 f"devices={[short_name(device) for device in devices]}",
                 "Use all_reduce='reduce_to_one'.",
             )
-        self._use(devices, devices[0], _ALL_REDUCES[all_reduce](), mirrors=True)
+        self._mirror(devices, _ALL_REDUCES[all_reduce]())
         warn_of_unused_gpus(devices)
-        if devices[0] != find_devices(None)[0]:
-            # From now on this thread creates variables there, and not on a device that is not used.
-            tf.device(devices[0]).__enter__()
-
-    def describe_devices(self) -> str:
-        return describe_devices(self._strategy.extended.worker_devices)

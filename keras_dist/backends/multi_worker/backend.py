@@ -22,8 +22,9 @@ import tensorflow as tf
 
 from keras_dist import environment, store
 from keras_dist.comm.backend import Priority, Rendezvous, join, join_seconds, not_joined, wait_for_ranks
-from keras_dist.comm.devices import bind, pin_gpu
+from keras_dist.comm.devices import bind, find_devices, list_names, prepare_devices
 from keras_dist.comm.processes import Collectives, ProcessBackend
+from keras_dist.comm.replicas import ReplicaBackend
 from keras_dist.comm.watchdog import FailureReports, Liveness, Watchdog, bypass_proxies, listens, only_for_its_network
 from keras_dist.compat import tf_compat
 from keras_dist.environment import Launch, Topology
@@ -231,7 +232,7 @@ _HINT = "Check these addresses, which TF_CONFIG or Slurm has, and the firewalls 
 _SRUN_HINT = f"If each task of srun is to train alone, set {environment.BACKEND}=serial. "
 
 
-class MultiWorker(LocalTraining, ProcessBackend):
+class MultiWorker(LocalTraining, ReplicaBackend, ProcessBackend):
     """Trains with TensorFlow's collective all-reduce over processes or machines.
 
     Start the processes with `keras-dist run --backend multi_worker`, or set `TF_CONFIG` for each, with the address of
@@ -241,9 +242,14 @@ class MultiWorker(LocalTraining, ProcessBackend):
     Args:
         communication: `"ring"` sums gradients on the hosts, `"nccl"` on the GPUs, if each rank has one. `"auto"` is
             the ring.
+        devices: Names of the devices of each rank, such as `["GPU:0", "GPU:1"]`. Each has a copy of every weight, as
+            with `kd.Mirrored`, and the sums over the devices of a rank are summed over the ranks. All ranks must have
+            equally many. Default: all GPUs that a rank sees if it is the only one on its host; one GPU if there are
+            more, or after `keras-dist run -np 1`. Missing CPUs (`["CPU:0", "CPU:1"]`) are created, so that you can try
+            a script without GPUs.
 
     Raises:
-        ConfigurationError: If the option is unknown.
+        ConfigurationError: If an option is unknown, or a device doesn't exist.
 
     Example:
 
@@ -255,9 +261,11 @@ class MultiWorker(LocalTraining, ProcessBackend):
     name = "multi_worker"
     _sign_of_peer_loss = "a connection of TensorFlow's collectives was closed"
 
-    def __init__(self, communication: Literal["auto", "ring", "nccl"] = "auto") -> None:
+    def __init__(
+        self, communication: Literal["auto", "ring", "nccl"] = "auto", devices: Sequence[str] | None = None
+    ) -> None:
         check_choice("option", "communication", communication, ("auto", "ring", "nccl"))
-        self._options: dict[str, Any] = {"communication": communication}
+        self._options: dict[str, Any] = {"communication": communication, "devices": list_names(devices)}
         self._server: store.Server | None = None
 
     @classmethod
@@ -282,7 +290,7 @@ class MultiWorker(LocalTraining, ProcessBackend):
                 "a tensor, variable or device that was used above `kd.init()`",
                 "Move `kd.init()` above everything that uses TensorFlow.",
             )
-        pin_gpu(self.topology, launch.place)
+        has_several = prepare_devices(self._options["devices"], self.topology, launch)
         on_gpu = self._options["communication"] == "nccl"
         if on_gpu and not tf.config.get_visible_devices("GPU"):
             raise ConfigurationError(
@@ -291,6 +299,8 @@ class MultiWorker(LocalTraining, ProcessBackend):
         bind(launch)
         rendezvous = join(launch)
         self._collectives = _connect(launch, seconds, on_gpu)
+        if has_several:
+            self._mirror(find_devices(self._options["devices"]))
         rendezvous = rendezvous or self._serve_store(launch)
         if self.topology.size == 1:
             return
