@@ -219,7 +219,7 @@ class Langevin(optimizers.SGD):
 
 
 # `make test` has it on mirrored, where each device has copies of all that an optimizer changes.
-@contract("optimizer-around-another", also=("mirrored-2",), covered_by=("optimizers-found", "momentum"))
+@contract("optimizer-around-another", also=("mirrored-2",), covered_by=("optimizers-found", "adam"))
 def test_optimizer_around_another(distribute: Distribute) -> Numbers:
     """What the default check tries out is undone in the inner one too."""
     optimizer = Lookahead(Langevin())
