@@ -73,7 +73,7 @@ class RootMean(keras.Model):
 
 
 @contract(
-    "data-unknown-length", also=("mirrored-2",), covered_by=("data-tf-unknown-size",),
+    "data-unknown-length", also=("mirrored-2",), covered_by=("data-generator",),
     of=("horovod", "multi_worker", "mirrored", "central_storage"),
 )  # fmt: skip
 def test_unknown_length(distribute: Any) -> Numbers:
