@@ -156,8 +156,9 @@ def _has_rows(indices: Any) -> bool:
 
 def _tell_positions(when: str) -> None:
     step = step_module.current()
-    is_tried = step is None or step.applied is not None  # eagerly, whatever the script does
-    if not is_tried and isinstance(step.replica, int) and step.replica == 0:
+    if step is None or step.applied is not None:  # what is tried out runs eagerly, whatever the script does
+        return
+    if isinstance(step.replica, int) and step.replica == 0:
         announce_once(
             "keras_dist: the same rows of a table were looked up on all replicas, so they count as looked up once for "
             f"the whole batch, as positions are. Nothing tells whether they are those of each example {when}."
