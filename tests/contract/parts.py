@@ -300,9 +300,12 @@ def compiled_gan(gan: Gan) -> Gan:
 
 def compiled_functions() -> set[str]:
     """Returns the names of all traced functions that XLA must compile: TensorFlow runs them in no other way."""
-    names = context.context().list_function_names()
-    definitions = {name: context.context().get_function_def(name) for name in names}
-    return {name for name, definition in definitions.items() if definition.attr["_XlaMustCompile"].b}
+    compiled = set()
+    for name in context.context().list_function_names():
+        with contextlib.suppress(tf.errors.NotFoundError):  # Python has dropped it since
+            if context.context().get_function_def(name).attr["_XlaMustCompile"].b:
+                compiled.add(name)
+    return compiled
 
 
 # --- What `size` ranks compute, in one process ---
