@@ -56,7 +56,10 @@ _OF_REPLICAS = {
 REFUSED: dict[str, dict[str, str]] = {
     **dict.fromkeys(("horovod", "multi_worker"), {"predict-widths": _SHAPES}),
     **dict.fromkeys(("central_storage", "mirrored"), _OF_REPLICAS),
-    "multi_worker-4": {**_OF_REPLICAS, "refuses-condition-by-rank": _OF_REPLICAS["fit-condition"]},
+    "multi_worker-4": {
+        **_OF_REPLICAS, "refuses-condition-by-rank": _OF_REPLICAS["fit-condition"],
+        "metrics-in-python": "A metric keeps state outside of Keras variables",
+    },
     "parameter_server": {
         "predict-widths": _SHAPES,
         "fit-condition": "The step applies gradients inside `tf.cond`",

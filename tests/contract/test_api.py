@@ -60,7 +60,7 @@ def test_init_again(distribute: Any) -> Numbers:
 
 
 def chief_is_warned(results: list[Numbers], golden: Numbers, size: int) -> None:
-    several = f"each of the {size} ranks does the whole work alone"
+    several = f"each of the {len(results)} ranks does the whole work alone"
     happens = several if len(results) > 1 else "the replicas share no work"
     said = (
         f"the model 'forgotten' is not distributed, so {happens}. "
