@@ -307,7 +307,7 @@ def variables_of(optimizer: Any) -> list[Any]:
 
     Keras does not count the latter as the optimizer's own.
     """
-    found = [*optimizer.variables]
+    found: list[Any] = []
     for part in parts_of(optimizer):
         seeds = [held.state for held in vars(part).values() if isinstance(held, keras.random.SeedGenerator)]
         found += [*part.variables, *seeds]

@@ -91,9 +91,10 @@ def _copied_to(device: str, variable: Any) -> tf.Variable:
 
 def _on_server_of(position: int, plain: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a method run on the server of the variable that is its argument there: only the gradient travels."""
+    signature = inspect.signature(plain)
 
     def method(*args: Any, **kwargs: Any) -> Any:
-        arguments = inspect.signature(plain).bind(*args, **kwargs).arguments
+        arguments = signature.bind(*args, **kwargs).arguments
         with tf.device(device_of([*arguments.values()][position])):
             return plain(*args, **kwargs)
 
