@@ -150,7 +150,10 @@ def _append(file: Path, line: Line) -> None:
 def _message(report: pytest.TestReport) -> str:
     crash = getattr(report.longrepr, "reprcrash", None)
     text = crash.message if crash is not None else str(report.longrepr)
-    return "\n".join(text.splitlines()[:_SHOWN_LINES])
+    lines = text.splitlines()
+    if len(lines) > 2 * _SHOWN_LINES:  # the end of a job's output says why it ended
+        lines = [*lines[:_SHOWN_LINES], "...", *lines[-_SHOWN_LINES:]]
+    return "\n".join(lines)
 
 
 def _commit() -> str:
