@@ -106,16 +106,6 @@ def split(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
     return shard_dataset(dataset, backend.topology.rank, backend.topology.size, agrees)
 
 
-def split_for_replicas(dataset: tf.data.Dataset, size: int) -> tf.data.Dataset:
-    """Turns a dataset of batches into a dataset of the shares of this process's replicas."""
-    return map_batches(dataset, lambda batch: take_shares(batch, size))
-
-
-def cut_for_replicas(dataset: tf.data.Dataset, size: int) -> tf.data.Dataset:
-    """Turns a dataset of a rank's shares into a dataset of the shares of its replicas."""
-    return dataset.map(no_autograph(lambda share: cut_again(share, size))).with_options(without_prefetch())
-
-
 def from_chief(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
     """The chief reads, cuts and scatters. The other ranks receive their shares and never open their own stream."""
     size = backend.topology.size
@@ -174,6 +164,20 @@ def is_sharded(dataset: tf.data.Dataset) -> bool:
 MODES: dict[str, Callable[[tf.data.Dataset, Backend], tf.data.Dataset]] = {
     "split": split, "chief": from_chief, "sharded": sharded,
 }  # fmt: skip
+
+
+def shares_of_rank(dataset: tf.data.Dataset, mode: str, backend: Backend) -> tf.data.Dataset:
+    """Turns a dataset of batches into one of this rank's shares: `Shares`, if the rank has several replicas.
+
+    `mode` is a key of `MODES`. If there is one rank, it has the whole batch in any mode.
+    """
+    replicas = backend.replicas
+    if backend.topology.size == 1:
+        return map_batches(dataset, lambda batch: take_shares(batch, replicas))
+    shares = MODES[mode](dataset, backend)
+    if replicas == 1:
+        return shares
+    return shares.map(no_autograph(lambda share: cut_again(share, replicas))).with_options(without_prefetch())
 
 
 def check_source(source: Any) -> None:

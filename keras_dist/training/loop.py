@@ -136,12 +136,13 @@ class RankLoop(Loop, Verified):
             self.verify()
 
     def _split(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        return sources.MODES["sharded" if sources.is_sharded(dataset) else "split"](dataset, self._backend)
+        mode = "sharded" if sources.is_sharded(dataset) else "split"
+        return sources.shares_of_rank(dataset, mode, self._backend)
 
     def _sharded(self, source: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> tf.data.Dataset:
         size, rank = self._backend.topology.size, self._backend.topology.rank
         dataset = source(tf.distribute.InputContext(size, rank, self._backend.num_replicas))
-        return dataset if size == 1 else sources.sharded(dataset, self._backend)
+        return sources.shares_of_rank(dataset, "sharded", self._backend)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """See `kd.run`. The collectives of a `tf.function` are traced together with those of the step."""
@@ -241,17 +242,6 @@ class ReplicaLoop(RankLoop):
         with tf.init_scope(), tf_compat.variables_made_by(), tf.device("CPU:0"):
             zeros = tf.zeros([backend.replicas], tf.int32)
             self._counts_by_replica = tf.Variable(zeros, trainable=False, name="keras_dist_loop_counts")
-
-    def _split(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        if self._backend.topology.size == 1:
-            return sources.split_for_replicas(dataset, self._backend.replicas)
-        return sources.cut_for_replicas(super()._split(dataset), self._backend.replicas)
-
-    def _sharded(self, source: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> tf.data.Dataset:
-        dataset = super()._sharded(source)
-        if self._backend.topology.size == 1:
-            return self._split(dataset)
-        return sources.cut_for_replicas(dataset, self._backend.replicas)
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Returns the replicas' outputs as `tf.distribute.DistributedValues`, for `kd.reduce`."""

@@ -274,7 +274,7 @@ class RankModel(DistributedModel):
         return self._read(dataset, mode)
 
     def _read(self, dataset: tf.data.Dataset, mode: str) -> tf.data.Dataset:
-        return sources.MODES[mode](dataset, self._backend)
+        return sources.shares_of_rank(dataset, mode, self._backend)
 
     def prepare(self, epoch_iterator: Any) -> None:
         dataset, counted = keras_fit.distributed_dataset(epoch_iterator), epoch_iterator.data_adapter.num_batches
@@ -383,11 +383,6 @@ class ReplicaModel(RankModel):
     """A model in processes with several replicas. Those of a process read one dataset, whose elements are `Shares`."""
 
     _backend: ReplicaBackend
-
-    def _read(self, dataset: tf.data.Dataset, mode: str) -> tf.data.Dataset:
-        if self._backend.topology.size == 1:
-            return sources.split_for_replicas(dataset, self._backend.replicas)
-        return sources.cut_for_replicas(super()._read(dataset, mode), self._backend.replicas)
 
     def _share_of_rank(self, batch: Any) -> Share:
         return joined(Shares(tuple(self._shares_of(batch))))

@@ -331,22 +331,22 @@ class Functions:
 
     def _logs_of(self, kind: str, data: Any) -> Logs:
         """Runs a step. Returns its logs, except for those that the coordinator computes from the metrics."""
-        with self._logs.recording(), explained_gradients(self._untaken):
+        with self._logs.recording(), explained_gradients(self._weight_paths):
             logs = self._logs.note(kind, _untraced(getattr(self._model, f"{kind}_step"))(data))
         if not isinstance(logs, dict):
             return {}
         return {name: tf.convert_to_tensor(log) for name, log in logs.items() if not self._logs.is_known(kind, name)}
 
-    def _untaken(self) -> list[str]:
+    def _weight_paths(self) -> list[str]:
         """Returns the weights that a step may have assigned. Refuses those that it has made: none is a variable yet."""
-        weights = [variable.path for variable in self._model.trainable_variables]
-        if made := weights[self._weights :]:
+        paths = [variable.path for variable in self._model.trainable_variables]
+        if made := paths[self._weights :]:
             raise NotSupportedError(
                 "With parameter servers a step cannot take the gradient of weights that it has made itself.",
                 ", ".join(made[:5]),
                 "Build all parts of the model before `fit`: call each once with a batch, or give it an `Input`.",
             )
-        return weights
+        return paths
 
     def _outputs(self, capture: Capture, logs: Logs) -> Outputs:
         values = [
