@@ -142,7 +142,7 @@ class RankLoop(Loop, Verified):
     def _sharded(self, source: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> tf.data.Dataset:
         size, rank = self._backend.topology.size, self._backend.topology.rank
         dataset = source(tf.distribute.InputContext(size, rank, self._backend.num_replicas))
-        return sources.shares_of_rank(dataset, "sharded", self._backend)
+        return self._split(dataset) if size == 1 else sources.shares_of_rank(dataset, "sharded", self._backend)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """See `kd.run`. The collectives of a `tf.function` are traced together with those of the step."""

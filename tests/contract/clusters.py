@@ -101,13 +101,13 @@ REFUSED: dict[str, dict[str, str]] = {
              "loop"),
             "A TPU needs batches of a known size.",
         ),
-        **dict.fromkeys(("train-on-batch", "test-on-batch", "loop-shard-function"), "A TPU needs batches of one size."),
+        **dict.fromkeys(("train-on-batch", "test-on-batch"), "A TPU needs batches of one size."),
         **dict.fromkeys(
             ("data-sparse-eagerly", "exact-run-eagerly", "fit-embedding-eagerly", "fit-run-eagerly",
              "fit-steps-per-execution-eagerly", "loss-add-loss-eagerly", "verify-run-eagerly"),
             "A TPU runs whole steps, which must be traced.",
         ),
-        "exact-mixing": _NOT_FILLED,
+        **dict.fromkeys(("exact-mixing", "loop-shard-function"), _NOT_FILLED),
     },
     "tpu-3": {
         **_SEVERAL_CORES,
