@@ -181,6 +181,12 @@ def flatten_layers(model: keras.Model) -> list[Any]:
     return list(model._flatten_layers())
 
 
+def has_operations(layer: Any) -> bool:
+    """True if a functional model computes with `keras.ops` between its layers."""
+    is_functional = isinstance(layer, keras.Model) and hasattr(layer, "operations")
+    return is_functional and not all(isinstance(part, keras.Layer) for part in layer.operations)
+
+
 def float_statistics(model: keras.Model) -> list[Any]:
     """Returns the floats of `statistics_of`, without integer counters of steps."""
     return [variable for variable in statistics_of(model) if keras_backend.is_float_dtype(variable.dtype)]

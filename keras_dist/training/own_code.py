@@ -95,6 +95,9 @@ def as_tensors(batch: Any) -> Any:
 _ROWS = 2  # of each replica; the first one has one more
 
 
+_FUNCTIONS_OF_LAYERS = ("activation", "recurrent_activation", "activity_regularizer")  # which see examples
+
+
 def is_in_step(model: keras.Model, kind: str) -> bool:
     """True if a step of a model, of the kind `"train"` or `"test"`, runs code that is not Keras's own, or eagerly."""
     if model.run_eagerly:  # there is no graph to read anything from
@@ -103,7 +106,10 @@ def is_in_step(model: keras.Model, kind: str) -> bool:
     if any(keras_fit.is_overridden(model, method) for method in methods):
         return True
     layers = keras_model.flatten_layers(model)
+    if any(keras_model.has_operations(layer) for layer in layers):  # Keras's, but put together by the script
+        return True
     functions = [getattr(layer, "function", type(layer).call) for layer in layers]  # a `Lambda` has a `function`
+    functions += [getattr(layer, name, None) for layer in layers for name in _FUNCTIONS_OF_LAYERS]
     passed = keras_model.compile_arguments(model)
     parts = [part for name in ("loss", "metrics", "weighted_metrics") for part in keras.tree.flatten(passed.get(name))]
     parts += [*keras_model.flat_metrics(model), *([model.optimizer] if kind == "train" else [])]

@@ -360,6 +360,7 @@ VERIFY = {
     "verify-by-default": "By default: code of the script's own that is right; no number changes, eagerly and traced",
     "verify-by-default-gan": "By default no false alarm: a GAN with Dropout, BatchNormalization and noise; unique ids",
     "verify-by-default-finds": "By default: clipping, a sum, state in Python and in a `tf.Variable` are found",
+    "verify-by-default-functions": "The same: activations and activity regularizers, `keras.ops` between layers",
     "verify-in-loop": "`kd.run`: a loop that is right, and one that is not",
 }
 

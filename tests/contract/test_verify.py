@@ -257,6 +257,22 @@ def test_by_default_finds(distribute: Any) -> Numbers:
     return {}
 
 
+def over_batch(x: Any) -> Any:
+    return keras.ops.softmax(x, axis=0)
+
+
+@contract("verify-by-default-functions", also=("mirrored-2",), of=CHECKED)
+def test_by_default_finds_functions(distribute: Any) -> Numbers:
+    """Functions that Keras's own layers call, and Keras's operations between them."""
+    x = keras.Input([FEATURES])
+    centered = layers.Dense(1)(x - keras.ops.mean(x, axis=0, keepdims=True))
+    fails(distribute, keras.Model(x, centered), "the gradient of .*dense.*Likely cause", None)
+    fails(distribute, stack(layers.Dense(6, over_batch), layers.Dense(1)), "the gradient of .*Likely cause", None)
+    norm = layers.Dense(6, activity_regularizer=lambda x: keras.ops.max(x))
+    fails(distribute, stack(norm, layers.Dense(1)), "the gradient of .*Likely cause", None)
+    return {}
+
+
 class Noise(layers.Layer):
     """The same noise on each rank, for each share."""
 
