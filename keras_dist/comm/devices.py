@@ -51,7 +51,8 @@ def _take(gpus: Sequence[tf.config.PhysicalDevice]) -> None:
     try:
         tf.config.set_visible_devices(gpus, "GPU")
         for gpu in gpus:
-            tf.config.experimental.set_memory_growth(gpu, True)
+            if not tf.config.get_logical_device_configuration(gpu):  # those have the memory that the script gave them
+                tf.config.experimental.set_memory_growth(gpu, True)
     except RuntimeError as error:
         raise ConfigurationError(
             "TensorFlow took all GPUs before keras_dist could give each rank its own.",
