@@ -94,13 +94,25 @@ def checksums(variables: Sequence[Any]) -> np.ndarray:
     return np.asarray(_checksums([tf.convert_to_tensor(variable.value) for variable in variables]))
 
 
+_CHUNK = 2**20  # bytes of a variable that are summed at once: each needs 24 bytes of memory meanwhile
+
+
 @tf_compat.often_traced
 def _checksums(values: list[Any]) -> Any:
     def checksum(value: Any) -> Any:
         value = tf.cast(value, tf.uint8) if value.dtype == tf.bool else value
-        numbers = tf.cast(tf.reshape(tf.bitcast(value, tf.uint8), [-1]), tf.int64)
-        factors = tf.range(1, 2 * tf.size(numbers, tf.int64), 2, tf.int64) * 0x9E3779B97F4A7C1
-        return tf.reduce_sum(numbers * factors)
+        flat = tf.reshape(tf.bitcast(value, tf.uint8), [-1])
+
+        def add(start: Any, total: Any) -> tuple[Any, Any]:
+            numbers = tf.cast(flat[start : start + _CHUNK], tf.int64)
+            factors = tf.range(2 * start + 1, 2 * (start + tf.size(numbers, tf.int64)), 2, tf.int64)
+            return start + _CHUNK, total + tf.reduce_sum(numbers * factors * 0x9E3779B97F4A7C1)
+
+        zero, size = tf.zeros([], tf.int64), flat.shape.num_elements()
+        if size is not None and size <= _CHUNK:
+            return add(zero, zero)[1]
+        ended = tf.size(flat, tf.int64)
+        return tf.while_loop(lambda start, _: start < ended, add, (zero, zero), parallel_iterations=1)[1]
 
     return tf.stack([checksum(value) for value in values])
 

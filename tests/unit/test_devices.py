@@ -47,6 +47,7 @@ def used_gpus(visible: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: gpus)
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: gpus)
     monkeypatch.setattr(tf.config, "set_visible_devices", lambda chosen, kind: used.extend(map(gpus.index, chosen)))
+    monkeypatch.setattr(tf.config, "get_logical_device_configuration", lambda gpu: None)
     monkeypatch.setattr(tf.config.experimental, "set_memory_growth", lambda gpu, enable: None)
     for name in ("CUDA_VISIBLE_DEVICES", "SLURM_GPUS_ON_NODE"):
         monkeypatch.delenv(name, raising=False)
