@@ -30,7 +30,7 @@ from keras_dist.state.weights import Loss
 from keras_dist.step import losses
 from keras_dist.step import step as step_module
 from keras_dist.step.metrics import Logs, as_number, flat
-from keras_dist.step.optimizer import optimizers_of, variables_of
+from keras_dist.step.optimizer import optimizers_of, parts_of, variables_of
 from keras_dist.step.step import Stopwatch, explain_check
 from keras_dist.step.whole_batch import compiled_layers, explain_compilation
 from keras_dist.training import own_code, refusals
@@ -396,12 +396,25 @@ class DistributedModel(Verified):
             try:
                 return function(iterator)
             except (StopIteration, tf.errors.OutOfRangeError):
+                self._count_end_of_data(iterator)
                 raise
             except Exception as error:
                 self._failed_step = error
                 raise
 
         return function if self._backend.num_replicas == 1 else noted
+
+    def _count_end_of_data(self, iterator: Any) -> None:
+        """Counts the step for which data of unknown length had no batch, as TensorFlow does in plain Keras.
+
+        A step that XLA compiles does not begin without data, nor does one that runs eagerly or among others.
+        """
+        model, is_compiled = self._model, keras_layers.is_compiled(self._model)
+        if self._kind != "train" or model.run_eagerly or model.steps_per_execution > 1 or is_compiled:
+            return
+        for optimizer in self._optimizers():
+            if optimizer.built and len([*parts_of(optimizer)]) == 1:  # others count if their gradients are finite
+                getattr(optimizer, keras_model.STEP_COUNTER).assign_add(1)
 
     def _check_own_code(self, kind: str, rows: own_code.FirstRows) -> None:
         """Compares a step on the first rows of its batch with one process."""

@@ -228,6 +228,18 @@ def test_optimizer_around_another(distribute: Distribute) -> Numbers:
     return {**results, "state": [*state, optimizer.around.generator.state.numpy()]}
 
 
+@contract(
+    "optimizer-unknown-length", also=("mirrored-2",), covered_by=("data-generator", "adam"),
+    of=("serial", "horovod", "multi_worker", "mirrored", "central_storage", "parameter_server"),
+)  # fmt: skip
+def test_optimizer_unknown_length(distribute: Distribute) -> Numbers:
+    """Plain Keras counts a step more in each epoch, unless XLA compiles the step as on TPUs. Adam uses the count."""
+    optimizer = keras.optimizers.Adam(0.1)
+    data = tf.data.Dataset.from_tensor_slices(numbers(40)).filter(lambda x, y: True).batch(8)
+    results = fitted(compiled(distribute, optimizer), data, epochs=3)
+    return {**results, "steps": optimizer.iterations.numpy()}
+
+
 @contract("learning-rate-by-callback", covered_by=("stops-different-learning-rates", "together-callbacks"))
 def test_learning_rate_by_callback(distribute: Distribute) -> Numbers:
     def begin_epoch(model: keras.Model, epoch: int, logs: Any) -> None:

@@ -13,7 +13,14 @@ import keras
 import tensorflow as tf
 
 from keras_dist.backends.parameter_server.cluster import HERE
-from keras_dist.backends.parameter_server.coordinator import Coordinator, OnWorkers, Passes, not_read_here, stood_for
+from keras_dist.backends.parameter_server.coordinator import (
+    Coordinator,
+    OnWorkers,
+    Pass,
+    Passes,
+    not_read_here,
+    stood_for,
+)
 from keras_dist.backends.parameter_server.engine import AsyncEngine, Engine, SyncEngine, Tried
 from keras_dist.backends.parameter_server.exchange import whole_of
 from keras_dist.backends.parameter_server.functions import Functions, prepare_optimizer
@@ -142,6 +149,10 @@ class CoordinatorModel(ReplicaModel):
     def _run_steps(self, kind: str, iterator: Any) -> Any:
         engine = self._ready_engine()
         return engine.train(iterator, self._waits) if kind == "train" else engine.test(iterator)
+
+    def _count_end_of_data(self, iterator: Any) -> None:
+        if not isinstance(iterator, Pass):  # of what workers read, only they know the length
+            super()._count_end_of_data(iterator)
 
     def _check_own_code(self, kind: str, rows: FirstRows) -> None:
         """Tries steps out on copies of the variables here, except for large tables: of these a few rows are read."""
