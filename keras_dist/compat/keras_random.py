@@ -40,6 +40,22 @@ def seed_generators(model: keras.Model) -> Iterator[Any]:
         yield generator
 
 
+def observed(observe: Callable[[Any], None]) -> contextlib.AbstractContextManager[None]:
+    """Calls `observe(state)` before each draw from a seed generator, in this context."""
+    next_seed = seed_generator.SeedGenerator.next
+
+    def observing(self: Any, ordered: bool = True) -> Any:
+        observe(self.state)
+        return next_seed(self, ordered)
+
+    return patched(seed_generator.SeedGenerator, next=observing)
+
+
+def skip(state: Any) -> None:
+    """Advances the state of a seed generator, as a draw does."""
+    state.assign(np.asarray(state.value) + np.asarray([0, 1], dtype=state.dtype))
+
+
 # How far the random streams of two replicas are apart.
 SEED_OFFSET = 1_000_003
 

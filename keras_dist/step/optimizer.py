@@ -346,22 +346,6 @@ def _with_first_argument(method: Callable[..., Any], change: Callable[..., list[
     return wrapper
 
 
-def _after_gradients(update: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns an update of which nothing runs before a gradient is there: the last one, which a step computes first.
-
-    TensorFlow starts what needs no data, such as counting, also in the step that finds that data of unknown length have
-    ended. Some devices or ranks would count it, and others not.
-    """
-
-    def after(grads: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        present = [gradient for gradient in grads if gradient is not None]
-        last = [each.values if isinstance(each, tf.IndexedSlices) else each for each in present[-1:]]
-        with tf.control_dependencies(last):
-            return update(grads, *args, **kwargs)
-
-    return after
-
-
 FUSED_FROM = 2**20, 2**14  # weights: of all variables, and of each on average
 
 
@@ -429,7 +413,7 @@ class _Reducer:
         update = keras_model.unobserved()(plain_apply(self._optimizer))
         if self._backend.uses_xla:
             update = fused(self._optimizer, update)
-        apply = functools.partial(self._backend.once, _after_gradients(update))
+        apply = functools.partial(self._backend.once, update)
         attach(self._optimizer, "apply", _with_first_argument(apply, self._weigh_and_reduce))
 
     def _weigh_and_reduce(self, gradients: list[Any], trainable_variables: Any = None) -> list[Any]:
@@ -486,7 +470,7 @@ class _AccumulatingReducer(_Reducer):
 
     def attach(self) -> None:
         optimizer, clip = self._optimizer, getattr(self._optimizer, CLIP_GRADIENTS)
-        update = _after_gradients(keras_model.unobserved()(plain_apply(optimizer)))
+        update = keras_model.unobserved()(plain_apply(optimizer))
         attach(optimizer, "apply", _with_first_argument(update, self._weigh_and_fold))
         attach(optimizer, CLIP_GRADIENTS, _with_first_argument(clip, self._reduce_folded))
 

@@ -143,9 +143,7 @@ class Step:
     def weighing(self, variables: Sequence[Any]) -> Iterator[None]:
         """Weights what is added to variables in this context."""
         before = [tf.identity(variable.value) for variable in variables]
-        # TensorFlow runs what needs no data, as adding 1 to a count, also where data of unknown length have ended.
-        with tf.control_dependencies([self.count]):
-            yield
+        yield
         for variable, old in zip(variables, before, strict=True):
             (change,) = self.weigh([variable.value - old])
             variable.assign(old + change)
@@ -213,6 +211,16 @@ def entered(step: Step | None) -> contextlib.AbstractContextManager[None]:
 def current() -> Step | None:
     """Returns the step that is being traced or run, `None` outside of one."""
     return None if is_outside() else _CURRENT.get()
+
+
+def begun(data: Any) -> contextlib.AbstractContextManager[None]:
+    """Lets nothing of a step run in this context before all tensors of its data are there.
+
+    TensorFlow starts what needs no data, such as counting, drawing or a collective, also in the step that finds that
+    data of unknown length have ended. Some devices or ranks would do so, and others not.
+    """
+    leaves = tf.nest.flatten(data, expand_composites=True)
+    return tf.control_dependencies([leaf for leaf in leaves if isinstance(leaf, tf.Tensor)])
 
 
 def is_outside() -> bool:

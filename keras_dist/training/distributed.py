@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from keras_dist.callbacks import ChiefOnly, LearningRateWarmup, Timing
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_fit, keras_layers, keras_model
+from keras_dist.compat import keras_fit, keras_layers, keras_model, keras_random
 from keras_dist.compat.keras_model import attach, attached
 from keras_dist.data.shares import Share
 from keras_dist.errors import DistributionError, NotSupportedError
@@ -63,6 +63,7 @@ class DistributedModel(Verified):
         self._arranged: list[Any] = []  # the callbacks of the call that runs
         self._is_checked: set[str] = set()  # kinds of steps
         self._failed_step: Exception | None = None
+        self._drawn: dict[str, list[Any]] = {}  # by kind of step: the state of a seed generator for each draw
         self._found: list[Any] = []  # optimizers that a step applies and that are not attributes of the model
         self.exact = bool(options.exact)
         self.interrupts = interrupts_of(backend)
@@ -404,15 +405,31 @@ class DistributedModel(Verified):
 
         return function if self._backend.num_replicas == 1 else noted
 
+    def noting_draws(self, kind: str | None) -> contextlib.AbstractContextManager[None]:
+        """Notes in this context, as a step is traced, from which seed generators its first replica here draws."""
+        if self._applied is not None or kind is None or tf.executing_eagerly():
+            return contextlib.nullcontext()
+        drawn, first = self._drawn.setdefault(kind, []), self._backend.topology.rank * self._backend.replicas
+        drawn.clear()
+
+        def note(state: Any) -> None:
+            step = step_module.current()
+            if step is not None and (tf.is_tensor(step.replica) or step.replica == first):
+                drawn.append(state)
+
+        return keras_random.observed(note)
+
     def _count_end_of_data(self, iterator: Any) -> None:
-        """Counts the step for which data of unknown length had no batch, as TensorFlow does in plain Keras.
+        """Counts the step, and its draws, for which data of unknown length had no batch, as TensorFlow does.
 
         A step that XLA compiles does not begin without data, nor does one that runs eagerly or among others.
         """
         model, is_compiled = self._model, keras_layers.is_compiled(self._model)
-        if self._kind != "train" or model.run_eagerly or model.steps_per_execution > 1 or is_compiled:
+        if model.run_eagerly or model.steps_per_execution > 1 or is_compiled:
             return
-        for optimizer in self._optimizers():
+        for state in self._drawn.get(self._kind, ()):
+            keras_random.skip(state)
+        for optimizer in self._optimizers() if self._kind == "train" else ():
             if optimizer.built and len([*parts_of(optimizer)]) == 1:  # others count if their gradients are finite
                 getattr(optimizer, keras_model.STEP_COUNTER).assign_add(1)
 

@@ -198,11 +198,12 @@ class RankLoop(Loop, Verified):
         step.applied = self._applied
         step.data = next((arg.data for arg in args if isinstance(arg, Share)), None)
         args = tuple(examples_of(arg) if isinstance(arg, Share) else arg for arg in args)
-        if self.exact:
-            args = placed(self._backend, step, args)
         whole = whole_batch(self._backend, self._distribute, exact=self.exact)
-        with step_module.entered(step), whole, combined(self._backend, step):
-            return function(*args)
+        with step_module.begun(args):
+            if self.exact:
+                args = placed(self._backend, step, args)
+            with step_module.entered(step), whole, combined(self._backend, step):
+                return function(*args)
 
     def _distribute(self, optimizer: Any) -> None:
         self._backend.distribute(optimizer, Options())
@@ -279,10 +280,11 @@ class ReplicaLoop(RankLoop):
             replica_args = [examples_of(arg.parts[index]) if isinstance(arg, Shares) else arg for arg in args]
             step = Step.of(shares.parts[index], topology.rank * self._backend.replicas + index)
             step.applied = self._applied if index == 0 else None
-            if self.exact:
-                replica_args = placed(self._backend, step, replica_args)
-            with step_module.entered(step):
-                return function(*replica_args)
+            with step_module.begun(replica_args):
+                if self.exact:
+                    replica_args = placed(self._backend, step, replica_args)
+                with step_module.entered(step):
+                    return function(*replica_args)
 
         of_ranks = combined(self._backend, of_rank) if topology.size > 1 else contextlib.nullcontext()
         with whole_batch(self._backend, self._distribute, exact=self.exact), of_ranks:

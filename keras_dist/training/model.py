@@ -297,8 +297,9 @@ class RankModel(DistributedModel):
         step = Step.of(share, self._backend.topology.rank, self.stopwatch if self._applied is None else None)
         self._step, step.applied = step, self._applied
         fold(self._fingerprint, share.fingerprint)
-        with self._whole_batch(), self.logs.recording():
-            if (kind := self._kind_of(function)) is None:
+        kind = self._kind_of(function)
+        with self._whole_batch(), self.logs.recording(), self.noting_draws(kind):
+            if kind is None:
                 tried = "" if self._applied is None else "tried_"
                 predictions = self._compute(function, share, step, kind)
                 rows = [
@@ -324,9 +325,10 @@ class RankModel(DistributedModel):
         return share
 
     def _compute(self, function: Callable[..., Any], share: Share, step: Step, kind: str | None) -> Any:
-        data = placed(self._backend, step, share.data) if self.exact else share.data
-        with step_module.entered(step):
-            return function(data)
+        with step_module.begun((share.data, share.count)):
+            data = placed(self._backend, step, share.data) if self.exact else share.data
+            with step_module.entered(step):
+                return function(data)
 
     def _whole_batch(self) -> contextlib.AbstractContextManager[None]:
         return whole_batch(self._backend, self.prepare_found, self._model, exact=self.exact)

@@ -290,7 +290,7 @@ class Functions:
         if (rows := self.distributed.first_rows.get(kind)) is not None:
             rows.note_graph()
         whole = whole_batch(self._backend, self.distributed.prepare_found, self._model, exact=self.is_exact)
-        with step_module.entered(step), whole:
+        with step_module.entered(step), whole, self.distributed.noting_draws(kind):
             yield
 
     def train_whole(self, data: Any, seeds: Sequence[Any], metrics: Sequence[Any] | None = None) -> Outputs:
