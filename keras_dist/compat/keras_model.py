@@ -299,6 +299,13 @@ def outside_stateless_scope() -> contextlib.AbstractContextManager[None]:
 STEP_COUNTER = "_iterations"
 
 
+def update_without_gradients(optimizer: Any) -> None:
+    """Does that part of an update which needs no gradients: decays the weights and counts a step."""
+    if optimizer.gradient_accumulation_steps is None:
+        optimizer._apply_weight_decay(optimizer._trainable_variables)
+    getattr(optimizer, STEP_COUNTER).assign_add(1)
+
+
 def weighted(dataset: tf.data.Dataset, class_weight: dict[int, float]) -> tf.data.Dataset:
     """Returns a dataset with the sample weights of `fit(class_weight=...)`, for data that Keras itself never reads."""
     return dataset.map(make_class_weight_map_fn(class_weight))

@@ -420,7 +420,7 @@ class DistributedModel(Verified):
         return keras_random.observed(note)
 
     def _count_end_of_data(self, iterator: Any) -> None:
-        """Counts the step, and its draws, for which data of unknown length had no batch, as TensorFlow does.
+        """Does what a step does without data, once data of unknown length have ended, as TensorFlow does.
 
         A step that XLA compiles does not begin without data, nor does one that runs eagerly or among others.
         """
@@ -431,7 +431,7 @@ class DistributedModel(Verified):
             keras_random.skip(state)
         for optimizer in self._optimizers() if self._kind == "train" else ():
             if optimizer.built and len([*parts_of(optimizer)]) == 1:  # others count if their gradients are finite
-                getattr(optimizer, keras_model.STEP_COUNTER).assign_add(1)
+                keras_model.update_without_gradients(optimizer)
 
     def _check_own_code(self, kind: str, rows: own_code.FirstRows) -> None:
         """Compares a step on the first rows of its batch with one process."""

@@ -185,7 +185,7 @@ OPTIMIZERS = {
     **{f"{optimizer}-{clip}": f"{_NAMES[optimizer]}, {CLIPS[clip]}" for optimizer in _NAMES for clip in CLIPS},
     "optimizers-found": "Optimizers that only the step knows: under a private name, of a sub-model, of a helper object",
     "optimizer-around-another": "An optimizer of the script's own that holds another one, which draws noise",
-    "optimizer-unknown-length": "Data of unknown length, of which an optimizer counts the end as a step, as in Keras",
+    "optimizer-unknown-length": "Data of unknown length, whose end counts, decays and draws as in Keras",
     "learning-rate-schedule": "Learning-rate schedule",
     "gradient-accumulation": "`gradient_accumulation_steps`, with clipping",
     "ema-overwrite": "`use_ema`, `ema_overwrite_frequency`",

@@ -236,10 +236,10 @@ def test_optimizer_around_another(distribute: Distribute) -> Numbers:
 def test_optimizer_unknown_length(distribute: Distribute) -> Numbers:
     """Plain Keras counts a step more in each epoch, unless XLA compiles the step as on TPUs. Adam uses the count.
 
-    It draws once more too: numbers for Dropout, and for noise in evaluations. Of batches of a static size it also counts
-    once more in the average of the losses, which nobody wants.
+    It decays the weights and draws once more too: numbers for Dropout, and for noise in evaluations. Of batches of a
+    static size it also counts once more in the average of the losses, which nobody wants.
     """
-    optimizer = keras.optimizers.Adam(0.1)
+    optimizer = keras.optimizers.AdamW(0.1, weight_decay=0.3)
     noise = draw(lambda x, seed: keras.random.normal(keras.ops.shape(x), seed=seed), 2, always=True)
     model = stack(layers.Dense(8), layers.Dropout(0.5, seed=1), noise, layers.Dense(1))
     model = compiled(asking(distribute, exact=True), optimizer, model=model)
