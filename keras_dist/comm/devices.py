@@ -183,7 +183,8 @@ def bind(launch: Launch) -> int:
     TensorFlow makes a thread for each core that a process may use; so do its data pipelines and oneDNN. Two ranks that
     may use all of them have twice as many threads as there are cores. What a container's limit leaves counts, too, and
     how many cores a task of Slurm asked for. If Slurm has bound each task, its ranks share the cores of the task. With
-    one rank and no limit nothing changes, nor if the user or `mpirun` has said where to run.
+    one rank and no limit nothing changes, nor if the user, `mpirun` or a command around each rank (`numactl`) has said
+    where to run.
 
     Returns how many cores this rank has for itself, at least 1.
     """
@@ -201,9 +202,9 @@ def bind(launch: Launch) -> int:
     if not hasattr(os, "sched_setaffinity"):  # no Linux
         return max(1, (os.cpu_count() or 1) // ranks)
     cores = sorted(os.sched_getaffinity(0), key=_place)
-    if launch.is_mpi and len(cores) < (os.cpu_count() or 0):
-        numbers = ",".join(map(str, sorted(cores)))
-        logger().debug("cores: %s, as %s has bound this rank", numbers, launch.launcher)
+    is_bound = not environment.slurm_binds(environ) and _are_fewer_than_parents(cores)
+    if is_bound or (launch.is_mpi and len(cores) < (os.cpu_count() or 0)):
+        logger().debug("cores: %s, to which this rank is bound already", ",".join(map(str, sorted(cores))))
         return len(cores)
     share = max(1, math.floor(min(len(cores), cpu_limit() or len(cores)) / ranks))
     if (of_task := environment.slurm_cores(environ)) is not None:
@@ -218,6 +219,14 @@ def bind(launch: Launch) -> int:
     threads = f", and {share} threads within the limit" if is_limited else ""
     logger().debug("cores: %s of %d%s", ",".join(map(str, sorted(own))), len(cores), threads)
     return share
+
+
+def _are_fewer_than_parents(cores: Sequence[int]) -> bool:
+    """True if this process may use only a part of its parent's cores: what that has started has bound itself."""
+    try:
+        return {*cores} < os.sched_getaffinity(os.getppid())
+    except OSError:  # it has ended, or belongs to another user
+        return False
 
 
 def part_of(cores: Sequence[int], rank: int, ranks: int) -> list[int]:

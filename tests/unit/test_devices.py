@@ -203,9 +203,16 @@ def test_one_rank_on_a_host_has_as_many_threads_as_it_asked_cores_for(monkeypatc
     assert bound(Topology(1, 8, 0, 1), (0, 1), 64, {}, monkeypatch) == (64, None, None)
 
 
+def test_a_rank_that_numactl_has_bound_keeps_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    two_of = Topology(1, 2, 1, 2)
+    assert bound(two_of, (1, 2), 4, {}, monkeypatch, of_parent=8) == (4, None, None)
+    assert bound(two_of, (1, 2), 4, {}, monkeypatch, of_parent=4) == (2, [2, 3], None)  # numactl keras-dist run
+
+
 def bound(
-    topology: Topology, place: tuple[int, int], cores: int, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> tuple[int, list[int] | None, int | None]:
+    topology: Topology, place: tuple[int, int], cores: int, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch,
+    of_parent: int | None = None,
+) -> tuple[int, list[int] | None, int | None]:  # fmt: skip
     """Returns what `bind` returns, and to which cores and threads it has limited the process."""
     own: list[list[int]] = []
     threads: list[int] = []
@@ -217,7 +224,8 @@ def bound(
         patch.setattr(devices, "_place", lambda core: (0, 0, core))
         patch.setattr(devices, "_set_threads", threads.append)
         patch.setattr(devices, "cpu_limit", lambda: None)
-        patch.setattr(os, "sched_getaffinity", lambda process: {*range(cores)})
+        of_process = {0: cores, os.getppid(): of_parent or cores}
+        patch.setattr(os, "sched_getaffinity", lambda process: {*range(of_process[process])})
         patch.setattr(os, "sched_setaffinity", lambda thread, given: own.append(given))
         share = bind(Launch("keras-dist run", topology, place=place))
     return share, own[0] if own else None, threads[0] if threads else None
