@@ -281,7 +281,7 @@ class Logs:
     def results(self, kind: str) -> dict[str, Any]:
         """Returns the logs that depend on results of metrics only, computed from what the metrics have counted now."""
         known = self._known[kind]
-        by_name = self._model.get_metrics_result() if None in known.values() else {}
+        by_name = flat(self._model.get_metrics_result()) if None in known.values() else {}
         return {name: by_name[name] if source is None else source() for name, source in known.items()}
 
     def exact(self, kind: str, logs: Any) -> Any:

@@ -125,7 +125,7 @@ TRAINING = {
     "predict-on-batch": "`predict_on_batch`",
     "metrics-accuracy": "Accuracy",
     "metrics-auc-precision": "AUC and Precision (state in arrays)",
-    "metrics-vector": "A metric of several numbers (F1Score of each class), also in `train_on_batch`",
+    "metrics-vector": "A metric of several numbers (F1Score of each class, a dict), also in `train_on_batch`",
     "metrics-mean-iou": "MeanIoU (confusion matrix)",
     "compiled-before": "Compiled before `kd.distribute`",
     "fitted-before": "Fitted before `kd.distribute`",

@@ -467,10 +467,18 @@ def test_f1_score(distribute: Distribute) -> Numbers:
     return measured(distribute, metrics, x, np.eye(3)[labels], mlp(3, "softmax"), "categorical_crossentropy")
 
 
+class Parts(keras.metrics.RootMeanSquaredError):
+    """Its result is a dict, which Keras shows as several logs."""
+
+    def result(self) -> Any:
+        return {"parts_root": super().result(), "parts_count": self.count.value}
+
+
 @contract("metrics-vector", covered_by=("together-metrics",))
 def test_metrics_vector(distribute: Distribute) -> Numbers:
     x, y = numbers(24, 3)
-    model = compiled(distribute, model=mlp(3, "sigmoid"), metrics=[keras.metrics.F1Score(average=None)])
+    metrics = [keras.metrics.F1Score(average=None), Parts(name="parts")]
+    model = compiled(distribute, model=mlp(3, "sigmoid"), metrics=metrics)
     data = x[:8], (y > 0).astype("float64")[:8]
     logs = model.train_on_batch(*data), model.test_on_batch(*data, return_dict=True)
     return {**fitted(model, x, (y > 0).astype("float64")), "logs": logs}

@@ -28,7 +28,7 @@ from tests.contract.parts import (
 )
 from tests.contract.test_callbacks import WithRate, events
 from tests.contract.test_losses import ActivityRegularization, Penalized, weights
-from tests.contract.test_models import Smoothed, Watched
+from tests.contract.test_models import Parts, Smoothed, Watched
 from tests.contract.test_more_callbacks import only_the_chief_shows_progress, with_bars
 
 
@@ -57,7 +57,8 @@ def test_losses(distribute: Distribute) -> Numbers:
 @contract("together-metrics", of=NOT_TPU)
 def test_metrics(distribute: Distribute) -> Numbers:
     model = stack(Watched(3), keras.layers.Dense(1, "sigmoid"))
-    metrics = [keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision"), "accuracy", Smoothed()]
+    metrics = [keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision"), "accuracy"]
+    metrics += [Smoothed(), Parts(name="parts")]
     model = compiled(distribute, loss="binary_crossentropy", model=model, metrics=metrics, weighted_metrics=["mae"])
     x, y = numbers()
     data, weight = (x, (y > 0).astype("float64")), {"sample_weight": weights()}
