@@ -201,14 +201,19 @@ class _Applied(list[Any]):
         self._graph = tf_graphs.current()
 
     def append(self, update: tuple[Any, Any, Any]) -> None:
-        optimizer, _, variables = update
+        optimizer, gradients, variables = update
         if self._graph is not None and tf.compat.v1.get_default_graph() is not self._graph:
             return  # in a tf.cond: nothing of it can be returned; its effect on the variables can be seen
         if tf.executing_eagerly():
             build_at_once(optimizer, variables)
             for variable in (*keras_model.updated_variables(optimizer, variables), *state_of(optimizer)):
                 self._trial.note(variable)
-        super().append(update)
+        # A variable in which the step accumulates gradients is set to zero after the update.
+        super().append((optimizer, [_now(gradient) for gradient in gradients], variables))
+
+
+def _now(gradient: Any) -> Any:
+    return tf.convert_to_tensor(gradient) if isinstance(gradient, tf.Variable | keras.Variable) else gradient
 
 
 @contextlib.contextmanager

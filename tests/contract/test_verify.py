@@ -192,12 +192,15 @@ class Step(Tracked):
     """A model with a step of the script's own, which is wrong on shares.
 
     Args:
-        kind: What is wrong: `"sum"`, `"noisy sum"`, `"coupled"`, `"clipping"`, `"python"`, `"later"` or `"variable"`.
+        kind: What is wrong: `"sum"`, `"noisy sum"`, `"coupled"`, `"clipping"`, `"python"`, `"later"`, `"variable"`
+            or `"accumulated"`.
     """
 
     def __init__(self, kind: str) -> None:
         super().__init__(mlp())
         self.kind, self.baseline, self.total = kind, 0.0, tf.Variable(0.0, trainable=False)
+        weights = self.trainable_variables if kind == "accumulated" else []
+        self.sums = [tf.Variable(tf.zeros_like(weight.value), trainable=False) for weight in weights]
 
     def train_step(self, data: Any) -> Any:
         x, y = data
@@ -219,7 +222,13 @@ class Step(Tracked):
         gradients = tape.gradient(loss, self.trainable_variables)
         if self.kind == "clipping":
             gradients, _ = tf.clip_by_global_norm(gradients, 0.01)
+        if self.kind == "accumulated":
+            for total, gradient in zip(self.sums, gradients, strict=True):
+                total.assign_add(gradient)
+            gradients = self.sums
         self.optimizer.apply(gradients, self.trainable_variables)
+        for total in self.sums:
+            total.assign(total * tf.cast(self.optimizer.iterations.value % 2, total.dtype))
         self.tracker.update_state(loss)
         return {"loss": self.tracker.result()}
 
@@ -253,6 +262,7 @@ def test_by_default_finds(distribute: Any) -> Numbers:
     fails(distribute, Step("noisy sum"), f"the gradient of .*dense.*Likely cause{off}", None)
     fails(distribute, Step("python"), rf"step\w*\.baseline from its share, in Python{off}", None, run_eagerly=True)
     fails(distribute, Step("variable"), rf"the tf\.Variable step\w*\.total is off by.*aggregation{off}", None)
+    fails(distribute, Step("accumulated"), rf"off by \S+ of (?!0;).*gradient_accumulation_steps{off}", None)
     fails(distribute, Step("later"), f"the gradient of .*Likely cause{off}", None, "a step in the second epoch")
     return {}
 
