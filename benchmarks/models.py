@@ -10,7 +10,8 @@ from typing import Any
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 FEATURES, CLASSES = 784, 10  # what the four models of the notes take: images of 28 x 28 pixels, as rows
 COUNT = 4096  # of examples
-LEARNING_RATE, MOMENTUM = 1e-3, 0.9
+# Arguments alike in Keras and in torch, learning rate first. Adam's is small: rounding must not grow into other losses.
+OPTIMIZERS: dict[str, tuple[float, dict[str, Any]]] = {"SGD": (1e-3, {"momentum": 0.9}), "Adam": (1e-5, {})}
 
 TINY, MLP, CNN, TRANSFORMER = "tiny MLP", "MLP", "CNN", "transformer"
 MODELS = (TINY, MLP, CNN, TRANSFORMER)
@@ -30,10 +31,11 @@ def keras_model(name: str) -> Any:
     return keras.Sequential(_LAYERS[name]()) if name in _LAYERS else _keras_digits(DIGITS[name])
 
 
-def keras_optimizer() -> Any:
+def keras_optimizer(name: str) -> Any:
     import keras
 
-    return keras.optimizers.SGD(LEARNING_RATE, momentum=MOMENTUM)
+    rate, options = OPTIMIZERS[name]
+    return getattr(keras.optimizers, name)(rate, **options)
 
 
 def keras_loss() -> Any:
@@ -116,6 +118,13 @@ def torch_model(name: str) -> Any:
 
     torch.manual_seed(1)
     return {TINY: _torch_dense, MLP: _torch_dense, CNN: _torch_cnn, TRANSFORMER: _torch_transformer}[name](name)
+
+
+def torch_optimizer(name: str, weights: Any, fused: bool | None) -> Any:
+    import torch
+
+    rate, options = OPTIMIZERS[name]
+    return getattr(torch.optim, name)(weights, rate, fused=fused, **options)
 
 
 def _torch_dense(name: str) -> Any:

@@ -5,11 +5,10 @@
 
 Steps: the same model on the same batches of 64, in both modes, with 1, 2 and 4 workers and a server; fed by the
 coordinator, or read by the workers (`kd.shard(function)`). The tables show the steps per second divided by those of one
-worker that is fed in the same mode, these divided by plain Keras in one process, and those of "async", with one step
-and with several in one execution, divided by a hand-written `ClusterCoordinator` loop on the same workers, which read:
-more is better. In "sync" a step
+worker that is fed in the same mode, and these divided by plain Keras in one process: more is better. In "sync" a step
 is one batch that all workers share; in "async" it is a whole batch on one worker. More workers help only if each has
-its own core and if a step is more work than sending it: use a machine with 6 cores or more.
+its own core and if a step is more work than sending it: use a machine with 6 cores or more. `bench.py` has a comparison
+with a hand-written `ClusterCoordinator` loop.
 
 All processes stay alive and are idle while it is another one's turn. They are not stopped as in the other benchmarks: a
 TensorFlow server is slow for seconds after it was stopped. They take turns in a random order, so what disturbs the
@@ -33,7 +32,7 @@ from pathlib import Path
 
 import ps_contestants as contestants
 import report
-from ps_contestants import HAND_WRITTEN, MLP, MODELS, MODES, SOURCES, TOGETHER, WAYS, Case
+from ps_contestants import MLP, MODES, SOURCES, TABLE, WAYS, Case
 from report import Comparison
 from runner import ONE_THREAD, ROOT, ROUND_SECONDS, TIMES, parsed, parser_of, progress, save
 
@@ -58,7 +57,7 @@ def main() -> None:
             sizes = memory(QUICK_MEGABYTES if args.quick else MEGABYTES)
             (args.output / MEMORY).write_text(json.dumps(sizes, indent=1) + "\n")
         comparisons: list[Comparison] = []
-        for model in MODELS if "steps" in args.only else ():
+        for model in (TABLE, MLP) if "steps" in args.only else ():
             comparisons += compared(model, args.workers, QUICK_STEPS if args.quick else STEPS, args.rounds)
             save(comparisons, load, args.output)
     write(args.output, args.docs)
@@ -92,14 +91,9 @@ def compared(model: str, workers: Sequence[int], steps: int, rounds: int) -> Ite
         for case in cases(workers):
             if case.mode == mode and case != fed:
                 yield Comparison(group(model, mode), title(case), first, times[case])
-    for case in rivals(model, workers):
-        for way in (case.way, TOGETHER):
-            ours = Case("async", way, case.workers)
-            yield Comparison(f"{model}, async: over {LOOP}", title(ours), times[case], times[ours])
 
 
 PLAIN = Case("plain", WAYS[0], 0)
-LOOP = "a hand-written ClusterCoordinator loop"
 
 
 def group(model: str, mode: str) -> str:
@@ -110,24 +104,13 @@ def cases(workers: Sequence[int]) -> list[Case]:
     return [Case(mode, way, count) for mode in MODES for way in WAYS for count in workers]
 
 
-def rivals(model: str, workers: Sequence[int]) -> list[Case]:
-    """The loop has the model without `kd.layers`."""
-    return [Case(HAND_WRITTEN, WAYS[1], count) for count in workers] if model == MLP else []
-
-
-def together(model: str, workers: Sequence[int]) -> list[Case]:
-    """Ours, with several steps in one execution; only compared with the loop."""
-    return [Case("async", TOGETHER, rival.workers) for rival in rivals(model, workers)]
-
-
 def title(case: Case) -> str:
     return f"{case.workers} worker{'s' * (case.workers > 1)}, {case.way}"
 
 
 def timed(model: str, workers: Sequence[int], steps: int, rounds: int) -> dict[Case, list[float]]:
     """Returns the seconds of each round, by case."""
-    compared_with_loop = [*rivals(model, workers), *together(model, workers)]
-    order, times = random.Random(0), {case: [] for case in [PLAIN, *cases(workers), *compared_with_loop]}
+    order, times = random.Random(0), {case: [] for case in [PLAIN, *cases(workers)]}
     with contextlib.ExitStack() as stack:
         pools = {count: stack.enter_context(WorkerPool(count, "parameter_server")) for count in workers}
         pools[0] = stack.enter_context(WorkerPool(1, "serial"))
@@ -139,7 +122,7 @@ def timed(model: str, workers: Sequence[int], steps: int, rounds: int) -> dict[C
                 pool = pools[case.workers]
                 ((seconds, loss),) = pool.run(contestants.time_fit, model, case, steps, timeout=ROUND_SECONDS)
                 times[case].append(seconds)
-                if case.mode not in ("async", HAND_WRITTEN):
+                if case.mode != "async":
                     losses[str(case)] = loss
             contestants.check_alike(losses)
     return times

@@ -37,12 +37,12 @@ Times = dict[str, list[float]]  # the seconds of each round, by contestant
 # --- Options ---
 
 
-def parser_of(description: str | None, output: str) -> argparse.ArgumentParser:
+def parser_of(description: str | None, output: str | None) -> argparse.ArgumentParser:
     """Returns a parser with the options of every benchmark."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, help=f"of each case (default: {ROUNDS}, with --quick {QUICK_ROUNDS})")
     parser.add_argument("--quick", action="store_true", help="few and short rounds: not to be quoted")
-    parser.add_argument("--output", type=Path, default=output, help="folder (default: %(default)s)")
+    parser.add_argument("--output", type=Path, default=output, help=f"folder (default: {output or 'in runs/'})")
     parser.add_argument("--render", action="store_true", help="show an earlier run's times again")
     parser.add_argument("--docs", action="store_true", help="also write the tables and plots in docs/")
     return parser

@@ -1,8 +1,8 @@
 """What the benchmarks time: one file for each rival. This runs on the ranks.
 
 Each file has a function `build(case)`, which returns a function that trains for one round, and returns its seconds and
-its loss. Those that can sum over the ranks have a function `build_sum(job)`, which returns a function that sums, and
-returns its seconds.
+its loss. What stands behind a colon in a contestant's name is its second argument. Those that can sum over the ranks
+have a function `build_sum(job)`, which returns a function that sums, and returns its seconds.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 BATCH = 64  # of each process
+SGD, ADAM = "SGD", "Adam"
 ALIKE = 1e-3
 
 
@@ -26,12 +27,16 @@ class Case:
         steps_per_execution: How many steps are made before Python reads the loss.
         executions: How many of these are timed in a round.
         batch: The global batch size. `None`: `BATCH` for each process.
+        optimizer: `SGD` (with momentum) or `ADAM`.
+        jit_compile: As in `compile` of Keras; the others don't have it.
     """
 
     model: str
     steps_per_execution: int
     executions: int
     batch: int | None = None
+    optimizer: str = SGD
+    jit_compile: bool | str = "auto"
 
     @property
     def steps(self) -> int:
@@ -64,14 +69,15 @@ def build(contestant: str, job: Case | Sum, threads: int = 1) -> None:
     """Builds a contestant on this rank, and runs it once: traces, and warms up. It is kept for its rounds.
 
     Args:
-        contestant: The name of its file here.
+        contestant: The name of its file here, perhaps with an argument: `"file:argument"`.
         job: What to do.
         threads: How many of them compute, where that is TensorFlow's.
     """
     if threads > 1:
         _set_threads(threads)
-    module = importlib.import_module(f"contestants.{contestant}")
-    run = _READY[contestant, job] = (module.build if isinstance(job, Case) else module.build_sum)(job)
+    file, *arguments = contestant.split(":")
+    module = importlib.import_module(f"contestants.{file}")
+    run = _READY[contestant, job] = (module.build if isinstance(job, Case) else module.build_sum)(job, *arguments)
     run()
 
 

@@ -22,7 +22,8 @@ def build(case: Case) -> Callable[[], tuple[float, float]]:
     import keras
     import tensorflow as tf
 
-    model, optimizer, loss_of = models.keras_model(case.model), models.keras_optimizer(), models.keras_loss()
+    model, loss_of = models.keras_model(case.model), models.keras_loss()
+    optimizer = models.keras_optimizer(case.optimizer)
     variables = model.trainable_variables
     optimizer.build(variables)
     mean_loss, accuracy = keras.metrics.Mean(), keras.metrics.SparseCategoricalAccuracy()

@@ -55,4 +55,3 @@ def build_sum(job: Sum) -> Callable[[], tuple[float, float]]:
         return time.perf_counter() - start, 3.0
 
     return run
-
