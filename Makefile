@@ -155,7 +155,7 @@ LOCK = $(BIN)/uv pip compile --quiet --generate-hashes --custom-compile-command 
   --python-platform x86_64-manylinux_2_31 --extra examples setup.cfg
 
 .PHONY: bench
-bench: $(HOROVOD) ## Time steps against plain Keras, Horovod, PyTorch, other backends; write docs/benchmarks.md (45 minutes)
+bench: $(HOROVOD) ## Time steps against plain Keras, Horovod, PyTorch, other backends; write docs/benchmarks.md (two hours)
 	@$(BIN)/python -m pip --disable-pip-version-check --quiet install --editable '.[benchmarks]'
 	$(BIN)/python benchmarks/bench.py $(or $(ARGS),--docs)
 

@@ -17,6 +17,7 @@ TINY, MLP, CNN, TRANSFORMER = "tiny MLP", "MLP", "CNN", "transformer"
 MODELS = (TINY, MLP, CNN, TRANSFORMER)
 WEIGHTS = {TINY: 101_770, MLP: 6_331_146, CNN: 34_826, TRANSFORMER: 269_962}
 DIGITS = {"digits, 8 x 8": 8, "digits, 28 x 28": 28}  # the network of examples/digits.py, and the side of its images
+RESNET, SIDE = "ResNet50", 64  # for a GPU, and the side of its images
 UNITS = {TINY: (128,), MLP: (2048, 2048, 256)}
 WIDTH, HEADS, BLOCKS, HIDDEN = 128, 4, 2, 256  # of the transformer; its tokens are the 28 rows of an image
 
@@ -55,7 +56,7 @@ def examples(name: str) -> tuple[Any, Any]:
     """Returns noise of shape (examples, features), float32, and its labels, int64."""
     import numpy as np
 
-    numbers, features = np.random.default_rng(0), DIGITS.get(name, 28) ** 2
+    numbers, features = np.random.default_rng(0), 3 * SIDE**2 if name == RESNET else DIGITS.get(name, 28) ** 2
     return numbers.normal(size=(COUNT, features)).astype("float32"), numbers.integers(CLASSES, size=COUNT)
 
 
@@ -92,11 +93,20 @@ def _transformer() -> list[Any]:
     return [keras.Input([FEATURES]), keras.Model(tokens, outputs)]
 
 
+def _resnet() -> list[Any]:
+    import keras
+
+    shape = (SIDE, SIDE, 3)
+    network = keras.applications.ResNet50(weights=None, input_shape=shape, classes=CLASSES, classifier_activation=None)
+    return [keras.Input([3 * SIDE**2]), keras.layers.Reshape(shape), network]
+
+
 _LAYERS: dict[str, Callable[[], list[Any]]] = {
     TINY: lambda: _dense(*UNITS[TINY]),
     MLP: lambda: _dense(*UNITS[MLP]),
     CNN: _convolutions,
     TRANSFORMER: _transformer,
+    RESNET: _resnet,
 }
 
 
