@@ -1,18 +1,19 @@
 """keras_dist: `model.fit` after `kd.distribute`, and the sum over the ranks as a step makes it, on any backend.
 
 Of parameter servers the `"whole"` `fit` is timed, with the beginning and the end of the epoch: the coordinator only
-sends the steps out. So it is after `"tune"`, where an execution has as many steps as `fit` has chosen.
+sends the steps out.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import models
 
 from contestants import BATCH, Case, Sum, timed_sums
-from contestants.plain_keras import fitted
+from contestants.plain_keras import compiled, fitted
 
 TUNING_STEPS = 200  # 20 and one of each of three ways, and 6 executions of 16
 
@@ -20,28 +21,35 @@ TUNING_STEPS = 200  # 20 and one of each of three ways, and 6 executions of 16
 def build(case: Case, timed: str = "steps") -> Callable[[], tuple[float, float]]:
     import keras_dist as kd
 
-    tunes, batch = timed == "tune", case.batch or BATCH * kd.num_replicas()
-    model = kd.distribute(models.keras_model(case.model), tune=tunes)
-    run = fitted(model, case, batch, "whole" if tunes else timed)
-    if tunes:
-        _tune(model, models.batches(case.model, batch), case.steps)
-    return run
+    batch = case.batch or BATCH * kd.num_replicas()
+    if timed == "tune":
+        return _tuned(kd.distribute(models.keras_model(case.model), tune=True), case, batch)
+    return fitted(kd.distribute(models.keras_model(case.model)), case, batch, timed)
 
 
-def _tune(model: Any, data: Any, steps: int) -> None:
-    """Begins a long training, for which all is worth trying, and stops it when the choice is made."""
+def _tuned(model: Any, case: Case, batch: int) -> Callable[[], tuple[float, float]]:
+    """Lets `tune=True` choose in a training that seems long, so that all is worth trying."""
     import keras
 
-    def stop_if_chosen(epoch: int, _: Any) -> None:
-        model.stop_training = (epoch + 1) * steps >= TUNING_STEPS
+    data, ends = models.batches(case.model, batch), list[tuple[int, float]]()
 
-    model.fit(
-        data,
-        epochs=10_000,
-        steps_per_epoch=steps,
-        verbose=0,
-        callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=stop_if_chosen)],
-    )
+    class Clock(keras.callbacks.ProgbarLogger):  # as a progress bar it lets steps be put together; it is the chief's
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            ends.append((batch, time.perf_counter()))
+
+    def stop_if_chosen(epoch: int, _: Any) -> None:
+        model.stop_training = (epoch + 1) * case.steps >= TUNING_STEPS
+
+    stop = keras.callbacks.LambdaCallback(on_epoch_end=stop_if_chosen)
+    compiled(model, case).fit(data, epochs=10_000, steps_per_epoch=case.steps, verbose=0, callbacks=[stop])
+
+    def run() -> tuple[float, float]:
+        ends.clear()
+        history = model.fit(data, steps_per_epoch=case.steps, verbose=0, callbacks=[Clock()])
+        (first, start), (last, end) = (ends[0], ends[-1]) if ends else ((0, 0.0), (1, 0.0))
+        return (end - start) / (last - first) * case.executions, history.history["loss"][0]
+
+    return run
 
 
 def build_sum(job: Sum) -> Callable[[], tuple[float, float]]:

@@ -11,13 +11,11 @@ import models
 from contestants import BATCH, Case
 
 
-def build(case: Case, timed: str = "steps") -> Callable[[], tuple[float, float]]:
-    return fitted(models.keras_model(case.model), case, case.batch or BATCH, timed)
+def build(case: Case) -> Callable[[], tuple[float, float]]:
+    return fitted(models.keras_model(case.model), case, case.batch or BATCH)
 
 
-def fitted(model: Any, case: Case, batch: int, timed: str = "steps") -> Callable[[], tuple[float, float]]:
-    """Returns a function that trains a model by `fit`. The times are those of its steps, or of the `"whole"` call."""
-    data, times = models.batches(case.model, batch), list[float]()
+def compiled(model: Any, case: Case) -> Any:
     model.compile(
         models.keras_optimizer(case.optimizer),
         models.keras_loss(),
@@ -25,6 +23,13 @@ def fitted(model: Any, case: Case, batch: int, timed: str = "steps") -> Callable
         steps_per_execution=case.steps_per_execution,
         jit_compile=case.jit_compile,
     )
+    return model
+
+
+def fitted(model: Any, case: Case, batch: int, timed: str = "steps") -> Callable[[], tuple[float, float]]:
+    """Returns a function that trains a model by `fit`. The times are those of its steps, or of the `"whole"` call."""
+    data, times = models.batches(case.model, batch), list[float]()
+    compiled(model, case)
 
     def run() -> tuple[float, float]:
         times.clear()
