@@ -7,9 +7,10 @@
     python benchmarks/bench.py --goals --render --docs         # the page's table of goals, from all that was measured
 
 Each process has its own core and one thread. In each round all contestants take their turn in a random order; the
-processes of the others are stopped meanwhile. Half of the rounds are made with new processes, because their memory
-layout matters too. Absolute times depend on the machine and are not shown; ratios within one round are. Ctrl-C keeps
-what was measured so far. Sections have files of their own: each can be measured at another time, with --only.
+processes of the others are stopped meanwhile. In most parts, half of the rounds are made with new processes, because
+their memory layout matters too. Absolute times depend on the machine and are not shown; ratios within one round are.
+Ctrl-C keeps what was measured so far. Sections have files of their own: each can be measured at another time, with
+--only.
 
 Contestants that need torch are left out where it is not installed: python -m pip install '.[benchmarks-torch]'
 """
@@ -214,11 +215,13 @@ class Part:
         jobs: The cases.
         sections: What is shown of them.
         left_out: Contestants that a case is timed without.
+        blocks: How often its processes are started: once where it takes long to make them ready.
     """
 
     jobs: Sequence[Case | Sum]
     sections: Sequence[Section]
     left_out: Callable[[Any], Sequence[str]] = lambda job: ()
+    blocks: int = BLOCKS
 
     def rows(self, section: Section, job: Case | Sum, only_goals: bool = False) -> list[Row]:
         """Returns the rows that a case has in a section: without torch's where it is not installed."""
@@ -334,6 +337,7 @@ PARTS = {
                 is_goal=True,
             )
         ],
+        blocks=1,
     ),
     "mirrored": Part(
         ON_DEVICES,
@@ -348,6 +352,7 @@ PARTS = {
                 is_goal=True,
             )
         ],
+        blocks=1,
     ),
     "parameter servers": Part(
         SERVED,
@@ -363,6 +368,7 @@ PARTS = {
             )
         ],
         left_out_of_serving,
+        blocks=1,
     ),
     "all-reduce": Part(
         SUMS,
@@ -474,7 +480,7 @@ def measured(
     """Measures sections of one part, saves after each case what is there. Returns False if the user has stopped it."""
     rivals = {job: part.rivals(sections, job, args.goals) for job in shortened(part.jobs, args)}
     times: dict[Case | Sum, Times] = {job: {} for job, names in rivals.items() if names}
-    blocks = 1 if args.quick or args.rounds < BLOCKS else BLOCKS
+    blocks = 1 if args.quick or args.rounds < BLOCKS else part.blocks
 
     def save_all() -> None:
         for section in sections:
