@@ -57,18 +57,9 @@ def suspects_in(graph: Any) -> Suspects:
     return Suspects(tf_graphs.script_operations(graph, _RANDOM), tf_graphs.script_operations(graph, _CLIPPING))
 
 
-_ACCUMULATES = (
-    " Or the step keeps something of its share in a tf.Variable: to accumulate gradients, an optimizer has "
-    "`gradient_accumulation_steps`."
-)
-
-
-def likely_cause(
-    wrong: Sequence[Difference], backend: Backend, suspects: Suspects, differs_by_rank: bool, has_own_variables: bool
-) -> str:
+def likely_cause(wrong: Sequence[Difference], backend: Backend, suspects: Suspects, differs_by_rank: bool) -> str:
     """Returns the likely cause, and what to do about it."""
     gradients = [difference for difference in wrong if difference.group.startswith("update")]
-    accumulates = _ACCUMULATES if has_own_variables and gradients else ""
     if suspects.attributes and (differs_by_rank or suspects.begins_with_them):
         return (
             f"Likely cause: a step computes {', '.join(suspects.attributes[:3])} from its share, in Python, and the "
@@ -78,7 +69,8 @@ def likely_cause(
         return (
             "Likely cause: the ranks compute with different constants or weights: random numbers without a seed, the "
             "order of a Python `set`, what depends on kd.rank(). Make them the same on every rank (a seed, "
-            "`sorted(...)`, kd.broadcast)." + accumulates
+            "`sorted(...)`, kd.broadcast). Or the step keeps something of its share in a tf.Variable: to accumulate "
+            "gradients, an optimizer has `gradient_accumulation_steps`."
         )
     if suspects.random:
         kind, line = suspects.random[0]
@@ -119,7 +111,8 @@ def likely_cause(
         "Likely cause: something that depends on all examples of the batch but sees a share only: a loss that compares "
         "examples or divides by their number (kd.losses.WholeBatch, kd.gather), a normalization by the statistics of "
         "the batch (BatchNormalization with exact=True), gradients that the step clips or scales itself "
-        "(kd.all_reduce before), or data that differ by rank." + accumulates
+        "(kd.all_reduce before) or accumulates in a tf.Variable (an optimizer has `gradient_accumulation_steps`), or "
+        "data that differ by rank."
     )
 
 
@@ -131,9 +124,6 @@ def not_exact(model: keras.Model | None) -> str:
     unique = list(dict.fromkeys(repr(layer.name) for layer in layers))
     names = ", ".join(unique[:3]) + (" ..." if len(unique) > 3 else "")
     return f"layers that normalize by a share or draw other noise on each replica: {names} (exact=True prevents it)."
-
-
-_OF_TENSORFLOW = "the tf.Variable "
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -169,7 +159,7 @@ class Computed:
         if self.model is None:  # what the step of a loop has assigned, other than by optimizers
             others = [v for v in assigned.values() if id(v) not in updated and not keras_random.is_seed(v)]
             return quantities + _values_of(sorted(others, key=lambda variable: variable.path))
-        quantities += [Quantity(f"{_OF_TENSORFLOW}{name}", "variables", v.value()) for name, v in self.others.items()]
+        quantities += [Quantity(f"the tf.Variable {name}", "variables", v.value()) for name, v in self.others.items()]
         quantities += _state(self.model, updated, state)
         if self.is_prediction:
             leaves = tf.nest.flatten(outputs, expand_composites=True)
@@ -511,7 +501,6 @@ class Verification:
         worst = max(by_rank, key=lambda found: sum(difference.is_wrong for difference in found))
         if wrong := [difference for difference in worst if difference.is_wrong]:
             # Not of state: what each replica collects from its share may be averaged later.
-            has_own = any(quantity.name.startswith(_OF_TENSORFLOW) for quantity in expected)
             sizes = tables[:, [quantity.group != "variables" for quantity in expected], 1]
             differs_by_rank = bool(np.any(np.abs(sizes - sizes[0]) > precision * (np.abs(sizes[0]) + 1e-30)))
             shown = "; ".join(
@@ -524,7 +513,7 @@ class Verification:
             self.error = MismatchError(
                 f"verify: {step} of {self._name} computes something else than one process would.",
                 f"a batch of {total} examples on {self._backend.num_replicas} replicas: {shown}{more}",
-                likely_cause(wrong, self._backend, suspects, differs_by_rank, has_own) + self._remedy,
+                likely_cause(wrong, self._backend, suspects, differs_by_rank) + self._remedy,
             )
             raise self.error
         if self._model is None and self.steps == STEPS:
