@@ -220,10 +220,16 @@ def flat_metrics(model: keras.Model) -> list[Any]:
 
 
 def has_own_update(metric: Any) -> bool:
-    """True if a user has written how a metric is updated, or the function whose values it averages."""
+    """True if a user has written how a metric is updated, or the function whose values it averages, or its axis."""
     owner = next(cls for cls in type(metric).__mro__ if "update_state" in vars(cls))
     written = [owner, metric._fn] if hasattr(metric, "_fn") else [owner]
-    return not all(map(is_kerass, written))
+    return may_mix_examples(metric) or not all(map(is_kerass, written))
+
+
+def may_mix_examples(part: Any) -> bool:
+    """True if a layer or metric computes over what may be the first axis: `Softmax(axis=0)`, or -2 of a matrix."""
+    axis = getattr(part, "_fn_kwargs", vars(part)).get("axis")  # of a metric that averages what a function returns
+    return any(isinstance(each, int) and (each == 0 or each < -1) for each in keras.tree.flatten(axis))
 
 
 def mask_of(tensor: Any) -> Any:

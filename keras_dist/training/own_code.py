@@ -108,7 +108,7 @@ def is_in_step(model: keras.Model, kind: str) -> bool:
     layers = keras_model.flatten_layers(model)
     if any(keras_model.has_operations(layer) for layer in layers):  # Keras's, but put together by the script
         return True
-    if any(0 in keras.tree.flatten(getattr(layer, "axis", None)) for layer in layers):  # such as `Softmax(axis=0)`
+    if any(map(keras_model.may_mix_examples, layers)):
         return True
     functions = [getattr(layer, "function", type(layer).call) for layer in layers]  # a `Lambda` has a `function`
     functions += [getattr(layer, name, None) for layer in layers for name in _FUNCTIONS_OF_LAYERS]

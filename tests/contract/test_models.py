@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras import layers
 
 import keras_dist as kd
-from tests.contract.harness import FLOAT32, Numbers, contract
+from tests.contract.harness import FLOAT32, NOT_TPU, Numbers, contract
 from tests.contract.parts import (
     BATCH,
     COUNT,
@@ -449,6 +449,13 @@ contract("metrics-accuracy", covered_by=("together-metrics",))(lambda distribute
 contract("metrics-mean-iou", covered_by=("together-metrics",))(
     lambda distribute: of_kinds(distribute, keras.metrics.MeanIoU(3, sparse_y_pred=False, name="iou"))
 )
+@contract("metrics-over-examples", also=("mirrored-2",), of=NOT_TPU)
+def test_metrics_over_examples(distribute: Distribute) -> Numbers:
+    """Keras's own metrics over the first axis; it is -2 of a matrix."""
+    metrics = [keras.metrics.PearsonCorrelation(axis=0), keras.metrics.CosineSimilarity(axis=-2)]
+    return measured(distribute, metrics, *numbers(24, 3), mlp(3, "softmax"))
+
+
 contract("metrics-r2-score", covered_by=("together-metrics",))(
     lambda distribute: measured(distribute, [keras.metrics.R2Score()], *numbers())
 )

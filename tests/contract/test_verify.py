@@ -278,8 +278,9 @@ def test_by_default_finds_functions(distribute: Any) -> Numbers:
     centered = layers.Dense(1)(x - keras.ops.mean(x, axis=0, keepdims=True))
     fails(distribute, keras.Model(x, centered), "the gradient of .*dense.*Likely cause", None)
     fails(distribute, stack(layers.Dense(6, over_batch), layers.Dense(1)), "the gradient of .*Likely cause", None)
-    of_batch = stack(layers.Dense(6), layers.Softmax(axis=0), layers.Dense(1))
-    fails(distribute, of_batch, "the gradient of .*Likely cause", None)
+    for layer in layers.Softmax(axis=0), layers.UnitNormalization(axis=-2):
+        of_batch = stack(layers.Dense(6), layer, layers.Dense(1))
+        fails(distribute, of_batch, "the gradient of .*Likely cause", None)
     norm = layers.Dense(6, activity_regularizer=lambda x: keras.ops.max(x))
     fails(distribute, stack(norm, layers.Dense(1)), "the gradient of .*Likely cause", None)
     return {}
