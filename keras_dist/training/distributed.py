@@ -162,7 +162,9 @@ class DistributedModel(Verified):
 
     def _check_strategy(self) -> None:
         variables = [*self._model.variables]
-        variables += [variable for optimizer in optimizers_of(self._model) for variable in variables_of(optimizer)]
+        for optimizer in optimizers_of(self._model):
+            refusals.check_optimizer(optimizer)
+            variables += variables_of(optimizer)
         if getattr(self._model, "compiled", False):  # before, `metrics` of a model with its own `compile` may not exist
             variables += self._model.metrics_variables
         refusals.check_strategy(self._backend.strategy, variables)

@@ -99,6 +99,16 @@ def _other_strategy(received: str) -> ConfigurationError:
     )
 
 
+def check_optimizer(optimizer: Any) -> None:
+    """Raises `ConfigurationError` if Horovod has wrapped an optimizer: its class does not work in Keras 3."""
+    if any(part.__module__.startswith("horovod.") for part in type(optimizer).__mro__):
+        raise ConfigurationError(
+            "The script has an optimizer of Horovod's own Keras layer, but keras_dist distributes the optimizer.",
+            f"an optimizer {type(optimizer).__name__!r}, which hvd.DistributedOptimizer has wrapped",
+            "Pass the Keras optimizer without hvd.DistributedOptimizer(...). See docs/migrating.md.",
+        )
+
+
 def own_function(model: keras.Model, name: str) -> NotSupportedError:
     """Returns the error for a `make_train_function` of the script's own that calls `train_step` by itself."""
     step = name.removesuffix("function") + "step"
