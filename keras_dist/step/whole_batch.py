@@ -385,7 +385,9 @@ def _note_lookup(ids: Any) -> None:
 def _tell_averaged(variable: Any, value: Any) -> None:
     """Tells of state in a loop of the script's own that is combined though nobody said how."""
     step = step_module.current()
-    if step is None or variable.aggregation in COMBINED or variable.trainable or keras_random.is_seed(variable):
+    if step is None or keras_model.applying() is not None:  # an optimizer counts its steps, on all replicas alike
+        return
+    if variable.aggregation in COMBINED or variable.trainable or keras_random.is_seed(variable):
         return
     is_unknown = tf.executing_eagerly() or step.data is None
     if is_unknown or (_depends_on(step, value := tf.convert_to_tensor(value)) and not _counts(step, value)):
