@@ -166,6 +166,12 @@ class Reading:
         enumerate_next_epoch(iterator, lambda executions, left: itertools.islice(executions, done, None))
 
 
+def batches_of_data(epoch_iterator: Any) -> int | None:
+    """Returns how many batches the data have, `None` as long as that is unknown. Keras takes their end for one more."""
+    count, was_known = epoch_iterator._num_batches, epoch_iterator.data_adapter.num_batches is not None
+    return count if count is None or was_known or epoch_iterator.steps_per_epoch else count - 1
+
+
 def enumerate_next_epoch(epoch_iterator: Any, regroup: Callable[[Any, Callable[[int], int | None]], Any]) -> None:
     """Passes the executions of the next epoch through a function.
 
@@ -175,7 +181,7 @@ def enumerate_next_epoch(epoch_iterator: Any, regroup: Callable[[Any, Callable[[
     plain = epoch_iterator._enumerate_iterator
 
     def left(step: int) -> int | None:
-        of_epoch, of_data = epoch_iterator.steps_per_epoch, epoch_iterator._num_batches
+        of_epoch, of_data = epoch_iterator.steps_per_epoch, batches_of_data(epoch_iterator)
         ends = [of_epoch - step] if of_epoch else []
         ends += [of_data - epoch_iterator._steps_seen + 1] if of_data else []
         return min(ends, default=None)

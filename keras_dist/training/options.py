@@ -223,9 +223,11 @@ class Tuning(keras.callbacks.Callback):
                     number = 1
                 for _ in range(number - 1):
                     next(steps)
-                self._put_together(number, self._way)
+                # The end of data of unknown length counts as a step, but not of one that XLA compiles.
+                way = PLAIN if steps_left is not None and steps_left < 1 else self._way
+                self._put_together(number, way)
                 began = time.perf_counter()
-                with self._made_in_this_way():
+                with self._made_in(way):
                     yield step, step + number - 1, iterator
                 self._took(number, time.perf_counter() - began, steps_left)
         finally:
@@ -235,9 +237,9 @@ class Tuning(keras.callbacks.Callback):
         self._executions.set(number, way)
         self._model.make_train_function()
 
-    def _made_in_this_way(self) -> contextlib.AbstractContextManager[None]:
-        """The context of an execution, the first of which is traced."""
-        if self._way != UPDATE:
+    def _made_in(self, way: str) -> contextlib.AbstractContextManager[None]:
+        """The context of an execution in a way, the first of which is traced."""
+        if way != UPDATE:
             return contextlib.nullcontext()
         optimizer = self._model.optimizer
         return attached(optimizer, "apply", fused(optimizer, plain_apply(optimizer)))
@@ -269,7 +271,7 @@ class Tuning(keras.callbacks.Callback):
         ways = list(self._alone)
         self._way = ways[fastest] if slowest[fastest] < (1 - GAIN) * slowest[0] else PLAIN
         alone = slowest[ways.index(self._way)]
-        self._tried = self._agreed(1 if alone > SLOW else evenly(TRIED, self._epoch_iterator.num_batches))
+        self._tried = self._agreed(1 if alone > SLOW else evenly(TRIED, self._steps_of_epoch()))
         if self._tried == 1:
             self._number = 1
         if len(ways) > 1:
@@ -301,13 +303,16 @@ class Tuning(keras.callbacks.Callback):
         alone, together = statistics.median(self._alone[self._way][1:]), statistics.median(self._together[1:])
         needed = number_for(alone, together, self._tried)
         # The functions for what was tried exist already.
-        steps = self._epoch_iterator.num_batches
-        self._number = self._agreed(self._tried if 1 < needed <= self._tried else evenly(needed, steps))
+        is_tried = 1 < needed <= self._tried
+        self._number = self._agreed(self._tried if is_tried else evenly(needed, self._steps_of_epoch()))
         steps_of_one = "1 step" if self._number == 1 else f"{self._number} steps"
         self._announce(
             f"{steps_of_one} in one execution. A step took {1000 * alone:.2f} ms alone, and "
             f"{1000 * together:.2f} ms among {self._tried}"
         )
+
+    def _steps_of_epoch(self) -> int | None:
+        return self._epoch_iterator.steps_per_epoch or keras_fit.batches_of_data(self._epoch_iterator)
 
     def _announce(self, text: str) -> None:
         if self._backend.topology.is_chief:
@@ -365,6 +370,11 @@ class Options:
         """True if the first steps that run code of the script are compared with one process on a few rows."""
         asked = environment.get(environment.VERIFY, "auto") if self.verify is None else self.verify
         return asked == "auto" and backend.not_of_one_process is None
+
+    def tells_inexact(self, backend: Backend) -> bool:
+        """True if this process names the layers that do not compute what one process computes."""
+        is_shared = backend.num_replicas > 1 and backend.not_of_one_process is None
+        return self.exact is None and is_shared and backend.topology.is_chief
 
     def tuning(self, model: keras.Model, backend: Backend) -> Tuning | None:
         """Returns what chooses how steps are made, `None` if the script does not ask for it."""

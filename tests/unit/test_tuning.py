@@ -161,6 +161,17 @@ def test_where_steps_stay_as_they_are(build: Any, callbacks: list[Any], reason: 
     assert f"tune=True changes nothing here: {reason}." in said
 
 
+def prefer(monkeypatch: pytest.MonkeyPatch, way: str) -> list[float]:
+    """Lets a way to make a step seem the fastest. Returns the seconds that the ways seem to take."""
+    medians = [0.001 if each == way else 0.002 for each in options.WAYS]
+
+    def of_all(self: Any, value: Any) -> list[Any]:
+        return [medians if value and isinstance(value, list) and isinstance(value[0], float) else value]
+
+    monkeypatch.setattr(options.Tuning, "_of_all", of_all)
+    return medians
+
+
 @pytest.fixture
 def all_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     """The few steps of these tests are worth it, and their model is large."""
@@ -173,12 +184,7 @@ def all_ways(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_fastest_way_is_kept_and_has_the_numbers_of_plain_keras(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], way: str
 ) -> None:
-    medians = [0.001 if each == way else 0.002 for each in options.WAYS]
-
-    def of_all(self: Any, value: Any) -> list[Any]:
-        return [medians if value and isinstance(value, list) and isinstance(value[0], float) else value]
-
-    monkeypatch.setattr(options.Tuning, "_of_all", of_all)
+    medians = prefer(monkeypatch, way)
     choose(monkeypatch, 10)
     plain = model_of(False)
     expected = plain.fit(data(50), epochs=3, verbose=0).history
@@ -208,6 +214,31 @@ def test_xla_is_tried_where_the_numbers_stay_the_same(
     build().fit(data(70), verbose=0)
     line = "; ".join(rf"[\d.]+ ms {way}" for way in ways)
     assert re.search(rf"^keras_dist: {line}\.$", capfd.readouterr().err, re.MULTILINE)
+
+
+@pytest.mark.usefixtures("all_ways")
+@pytest.mark.parametrize("way", options.WAYS)
+def test_the_end_of_data_of_unknown_length_counts_as_in_plain_keras(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], way: str
+) -> None:
+    """It would not among other steps, nor in one that XLA compiles. Keras takes the 15 steps of an epoch for 16."""
+    choose(monkeypatch, 16)
+    prefer(monkeypatch, way)
+
+    def train(model: keras.Model) -> Any:
+        batches = data(15).filter(lambda *example: True)
+        history = model.fit(batches, epochs=13, callbacks=[counts := Counts()], verbose=0)
+        return counts.ends[-1:], int(model.optimizer.iterations), history.history, model.get_weights()
+
+    last, steps, *plain = train(model_of(tune=False))
+    assert (last, steps) == ([14], 13 * 16)
+    model = model_of(tune=True)
+    last, steps, *ours = train(model)
+    assert (last, steps) == ([14], 13 * 16)
+    assert_close(ours, plain, rtol=1e-5, atol=1e-6)
+    said = capfd.readouterr().err
+    assert "keras_dist: 15 steps in one execution." in said
+    assert f"ms {options.ALL}" in said
 
 
 def test_nothing_is_tried_that_the_run_is_too_short_for(capfd: pytest.CaptureFixture[str]) -> None:
