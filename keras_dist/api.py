@@ -190,7 +190,8 @@ def distribute(
             BatchNormalization is synchronized: its moments are those of the global batch. `Dropout`, noise,
             augmentation and `keras.random` draw for the global batch, and each replica takes its rows. It costs
             small reductions in each BatchNormalization, and the time to draw. By default each replica normalizes by
-            its own share and has its own random stream, as is usual. Operations of `tf.random` are not changed.
+            its own share and has its own random stream, as is usual, and a line names such layers when `fit` begins;
+            `False` prevents the line. Operations of `tf.random` are not changed.
         verify: `"auto"` (default): where a step of `fit` or `evaluate` runs code that is not Keras's own (a
             `train_step`, a layer, loss, metric or optimizer of the script's), it is tried out on two or three rows of
             each replica after the first step, on shares and in one place. If more than rounding differs, all ranks

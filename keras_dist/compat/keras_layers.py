@@ -83,7 +83,7 @@ def inexact_layers(model: keras.Model) -> list[keras.layers.Layer]:
 
     def is_inexact(layer: Any) -> bool:
         if isinstance(layer, keras.layers.BatchNormalization):
-            return not layer.synchronized
+            return bool(layer.trainable and not layer.synchronized)  # a frozen one uses its moving averages
         # How layers call what they draw. Without it they draw always, as in augmentation.
         names = ("rate", "stddev", "dropout", "recurrent_dropout", "_dropout")
         rates = [vars(layer)[name] for name in names if name in vars(layer)]

@@ -24,7 +24,7 @@ from keras_dist.compat import keras_fit, keras_layers, keras_model, keras_random
 from keras_dist.compat.keras_model import attach, attached
 from keras_dist.data.shares import Share
 from keras_dist.errors import DistributionError, NotSupportedError
-from keras_dist.logging import announce, logger
+from keras_dist.logging import logger
 from keras_dist.state.checkpoint import write_model, write_on_chief
 from keras_dist.state.weights import Loss
 from keras_dist.step import losses
@@ -40,7 +40,7 @@ from keras_dist.training.options import Options
 from keras_dist.training.refusals import ATTACHED, DISTRIBUTED
 from keras_dist.training.resuming import FitExtensions
 from keras_dist.training.synchronizer import as_list, is_writer, on_chief, sees_batches, with_synchronizers
-from keras_dist.training.verification import CALLS, Verification, Verifications, Verified, not_exact, suspects_in
+from keras_dist.training.verification import CALLS, Verification, Verifications, Verified, suspects_in, tell_inexact
 
 # Calls that all ranks make together.
 _TOGETHER = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
@@ -214,6 +214,8 @@ class DistributedModel(Verified):
 
     def _fit(self, call: Call) -> Any:
         optimizers = self._prepare_optimizers()
+        if self.options.tells_inexact(self._backend):
+            tell_inexact(self._model)
         is_train = attached(self, "_kind", "train")
         with self.interrupts.deferred(), self._running(call), is_train, self._fitting.fit():
             callbacks = self._on_this_rank(given := call.get("callbacks"), optimizers)
@@ -448,10 +450,7 @@ class DistributedModel(Verified):
             with own_code.without_graph(self._model, self._optimizers()), self.logs.frozen():
                 trial = rows.trial(self._model, self._optimizers(), self.counters)
                 is_compared = verification.check(self, step, batch, trial, rows.graph)
-        is_said = kind == "train" and not self.exact and self._backend.topology.is_chief and not rows.is_last
         rows.is_last |= not is_compared
-        if is_said and (inexact := not_exact(self._model)):
-            announce(f"keras_dist: {inexact}")
 
     @contextlib.contextmanager
     def _in_call(self, call: str) -> Iterator[None]:
@@ -568,7 +567,7 @@ class DistributedModel(Verified):
 
     def _end_verification(self, kind: str) -> None:
         """After the first epoch, evaluation or prediction, steps run as if they had never been verified."""
-        if self.verifications.end(kind, self.exact):
+        if self.verifications.end(kind):
             self._was_verified = True
             getattr(self._model, f"make_{kind}_function")(force=True)
             self._was_verified = False

@@ -24,7 +24,7 @@ from keras_dist.compat import keras_layers, keras_model, keras_random, tf_compat
 from keras_dist.compat.keras_model import CLIP_GRADIENTS, attached
 from keras_dist.data.shares import row_count
 from keras_dist.errors import MismatchError
-from keras_dist.logging import announce
+from keras_dist.logging import announce, announce_once
 from keras_dist.step.optimizer import optimizers_of
 from keras_dist.step.trial import (
     Difference,
@@ -116,14 +116,15 @@ def likely_cause(wrong: Sequence[Difference], backend: Backend, suspects: Suspec
     )
 
 
-def not_exact(model: keras.Model | None) -> str:
-    """Returns a sentence that names the layers whose numbers are not those of one process by intention."""
-    layers = [] if model is None else keras_layers.inexact_layers(model)
-    if not layers:
-        return ""
-    unique = list(dict.fromkeys(repr(layer.name) for layer in layers))
-    names = ", ".join(unique[:3]) + (" ..." if len(unique) > 3 else "")
-    return f"layers that normalize by a share or draw other noise on each replica: {names} (exact=True prevents it)."
+def tell_inexact(model: keras.Model) -> None:
+    """Names the layers whose numbers are by intention not those of one process, once for each model."""
+    if layers := keras_layers.inexact_layers(model):
+        unique = list(dict.fromkeys(repr(layer.name) for layer in layers))
+        names = ", ".join(unique[:3]) + (" ..." if len(unique) > 3 else "")
+        announce_once(
+            f"keras_dist: layers that normalize by a share or draw other noise on each replica: {names}. exact=True "
+            "prevents it, exact=False this line."
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -531,14 +532,12 @@ class Verification:
         names |= {wires[name] for name in [self._backend.options().get("compression")] if name in wires}
         return max(map(epsilon, names)) ** 0.5
 
-    def report(self, is_exact: bool = False) -> None:
+    def report(self) -> None:
         if self.steps and self._backend.topology.is_chief:
             steps = f"{self.steps} step" + ("s" if self.steps > 1 else "")
-            inexact = not_exact(self._model) if self._name == "fit" and not is_exact else ""
-            inexact = inexact and f" In the steps that follow there are {inexact}"
             announce(
                 f"keras_dist: verified {steps} of {self._name}: {self.compared} quantities are those of one process, "
-                f"within {self.largest:.0e}.{inexact}"
+                f"within {self.largest:.0e}."
             )
 
 
@@ -552,12 +551,12 @@ class Verifications(dict[str, Verification]):
             verification.error = None
         return found[0] if found and isinstance(error, tf.errors.OpError) else error
 
-    def end(self, kind: str, is_exact: bool) -> bool:
+    def end(self, kind: str) -> bool:
         """Ends the verification of a kind of steps. Returns False if none of them was verified."""
         verification = self.get(kind)
         if verification is None or not verification.steps:
             return False
-        verification.report(is_exact)
+        verification.report()
         del self[kind]
         return True
 
