@@ -16,6 +16,7 @@ import tensorflow as tf
 from keras import layers
 
 import keras_dist as kd
+from keras_dist.logging import announce_once
 from tests.contract.harness import Numbers, asking, contract
 from tests.contract.parts import (
     BATCH,
@@ -175,6 +176,7 @@ def test_by_default_gan(distribute: Any) -> Numbers:
     optimizer.build([*model.judge.trainable_variables, *model.maker.trainable_variables])
     model.compile(optimizer)
     errors = io.StringIO()
+    announce_once.cache_clear()
     with contextlib.redirect_stderr(errors):
         fitted(model, *numbers(COUNT))
         trained_bag(distribute)
