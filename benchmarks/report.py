@@ -155,5 +155,6 @@ def _draw(axis: object, group: str, comparisons: Sequence[Comparison]) -> None:
     axis.set_ylim(len(comparisons) - 0.4, -0.6)
     better = "more" if comparisons[0].at_least else "less"
     goals = ", red: goal" if any(comparison.goal for comparison in comparisons) else ""
-    axis.set_title(f"{group} ({better} is better{goals})", loc="left", fontsize=10)
+    # From the left edge of the names: a long title does not fit above the axis alone.
+    axis.set_title(f"{group} ({better} is better{goals})", loc="left", fontsize=10, x=-0.3)
     axis.spines[["top", "right"]].set_visible(False)
