@@ -543,7 +543,7 @@ def write(args: argparse.Namespace) -> None:
     if not shown:
         sys.exit(f"Nothing was measured: no times in {args.output}")
     if reached:
-        lines = [f"Measured of {', '.join(names)}: {where}" for where, names in measured_on.items()]
+        lines = [f"{', '.join(names)}: {where}" for where, names in measured_on.items()]
         page = put(page, GOALS, "\n\n".join([report.table(reached, "Ratio"), *lines]), args.output)
     name, drawn, text = (GOALS, reached, "Goals") if args.goals else ("benchmarks", shown, "All ratios of this page")
     with contextlib.suppress(*(() if args.docs else (ModuleNotFoundError,))):

@@ -52,10 +52,8 @@ def _tuned(model: Any, case: Case, batch: int) -> Callable[[], tuple[float, floa
         history = model.fit(data, steps_per_epoch=case.steps, verbose=0, callbacks=[Clock()])
         if not ends:  # not the chief
             return 0.0, history.history["loss"][0]
-        (first, start), (last, end) = (
-            ends[len(ends) > 2],
-            ends[-1],
-        )  # if `fit` needs more than one execution, not its first
+        # Of more than one execution, without the first.
+        (first, start), (last, end) = ends[len(ends) > 2], ends[-1]
         return (end - start) / (last - first) * case.executions, history.history["loss"][0]
 
     return run

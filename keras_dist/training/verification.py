@@ -117,7 +117,7 @@ def likely_cause(wrong: Sequence[Difference], backend: Backend, suspects: Suspec
 
 
 def tell_inexact(model: keras.Model) -> None:
-    """Names the layers whose numbers are by intention not those of one process, once for each model."""
+    """Names the layers whose numbers are by intention not those of one process, once for the same names."""
     if layers := keras_layers.inexact_layers(model):
         unique = list(dict.fromkeys(repr(layer.name) for layer in layers))
         names = ", ".join(unique[:3]) + (" ..." if len(unique) > 3 else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import keras
@@ -11,10 +12,13 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from keras_dist.backends.local.serial import Serial
 from keras_dist.compat import keras_layers, keras_random
 from keras_dist.compat.keras_model import Attributes
+from keras_dist.environment import Topology
 from keras_dist.step.trial import Difference, Quantity, Trial, differences_in, precisions_of_float32, table_of
 from keras_dist.training import own_code, verification
+from keras_dist.training.options import Options
 
 FLOAT32 = 3.5e-4
 
@@ -239,6 +243,22 @@ def test_layers_that_compute_on_a_share_are_named() -> None:
     ])  # fmt: skip
     named = [type(layer).__name__ for layer in keras_layers.inexact_layers(model)]
     assert named == ["BatchNormalization", "Dropout", "LSTMCell", "RandomFlip"]
+
+
+def test_the_number_of_verified_steps_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    model = keras.Sequential([keras.layers.Dense(1)])
+    found = verification.Verification(Serial(), "fit", model, lambda optimizer: None)
+    found.steps = 1
+    found.report()
+    assert "keras_dist: verified 1 step of fit: 0 quantities are those of one process" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("exact", "rank", "is_told"), [(None, 0, True), (None, 1, False), (True, 0, False), (False, 0, False)]
+)
+def test_layers_are_named_unless_the_script_says_exact(exact: bool | None, rank: int, is_told: bool) -> None:
+    backend: Any = types.SimpleNamespace(num_replicas=2, not_of_one_process=None, topology=Topology(rank, 2, rank, 2))
+    assert Options(exact=exact).tells_inexact(backend) == is_told
 
 
 def test_they_are_named_once(capsys: pytest.CaptureFixture[str]) -> None:
