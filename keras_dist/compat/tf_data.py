@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -31,6 +33,24 @@ from keras_dist.compat.keras_random import DRAWN_ORDER
 from keras_dist.compat.tf_compat import nodes_of, patched
 
 no_autograph = tf.autograph.experimental.do_not_convert
+
+
+def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns a dataset without TensorFlow's autotuning, unless the script has asked for it.
+
+    An iterator that is dropped before its end, as Keras does after each epoch, may wait until its tuner wakes up. That
+    sleeps twice as long each time, up to a minute, and all ranks wait for the slowest (TensorFlow 2.21). Without the
+    tuner, a stage with `tf.data.AUTOTUNE` uses all threads from the start.
+    """
+    with warnings.catch_warnings():  # in a trace only the options that were set there are known: those of the script
+        warnings.filterwarnings("ignore", "To make it possible to preserve tf.data options", UserWarning)
+        is_set = dataset.options().autotune.enabled is not None
+    if is_set:
+        return dataset
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    options.autotune.initial_parallelism = os.cpu_count() or 1  # by default at most 16
+    return dataset.with_options(options)
 
 
 @dataclasses.dataclass(frozen=True)

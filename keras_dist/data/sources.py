@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
+from keras_dist.compat import tf_data
 from keras_dist.compat.tf_data import no_autograph
 from keras_dist.data.pipeline import fingerprint_of, map_elements, map_in_order, with_fingerprints
 from keras_dist.data.shares import (
@@ -132,7 +133,7 @@ def receive_from_chief(
     # No bytes mean that the chief's stream has ended.
     parts = parts.take_while(no_autograph(lambda payload: tf.size(payload) > 0))
     shares = parts.map(no_autograph(lambda payload: unflatten(share_spec, unpack(payload, flatten(share_spec)))))
-    return shares.with_options(without_prefetch())
+    return tf_data.untuned(shares.with_options(without_prefetch()))
 
 
 def sharded(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
@@ -173,8 +174,8 @@ def shares_of_rank(dataset: tf.data.Dataset, mode: str, backend: Backend) -> tf.
     """
     replicas = backend.replicas
     if backend.topology.size == 1:
-        return map_batches(dataset, lambda batch: take_shares(batch, replicas))
-    shares = MODES[mode](dataset, backend)
+        return tf_data.untuned(map_batches(dataset, lambda batch: take_shares(batch, replicas)))
+    shares = tf_data.untuned(MODES[mode](dataset, backend))
     if replicas == 1:
         return shares
     return shares.map(no_autograph(lambda share: cut_again(share, replicas))).with_options(without_prefetch())
@@ -324,4 +325,4 @@ def _groups(
     batches = batches.concatenate(tf.data.Dataset.from_tensors(empty).repeat(size - 1))
     start = tf.constant(0, tf.int64), (empty[0],) * size, tf.zeros([size], tf.int32), tf.zeros([size])
     groups = batches.scan(start, add_batch).filter(no_autograph(lambda is_complete, *_: is_complete))
-    return map_in_order(groups, made).prefetch(tf.data.AUTOTUNE)
+    return tf_data.untuned(map_in_order(groups, made).prefetch(tf.data.AUTOTUNE))

@@ -482,7 +482,7 @@ def test_of_the_model(distribute: Distribute) -> Numbers:
         "by hand": by_hand,
         "eagerly": lambda: by_hand(run_eagerly=True),
     }
-    return computed(variants, "masked", "ranked", "eagerly")
+    return computed(variants, "ranked", "eagerly")
 
 
 @contract("loss-weights", covered_by=("together-losses",))

@@ -26,10 +26,12 @@ from tests.contract.parts import (
     compiled,
     compiled_functions,
     compiled_gan,
+    computed,
     dataset,
     fitted,
     mlp,
     numbers,
+    some,
     stack,
     trained_on_shares,
 )
@@ -131,9 +133,13 @@ FUSED = {
 }
 
 
+def fused() -> dict[str, Any]:
+    return some(FUSED, "adam", "scaled")
+
+
 def are_fused(results: list[Numbers], expected: Numbers, size: int) -> None:
     """All are, but those whose update has a collective inside, as each rank accumulates gradients of its own."""
-    assert all(result["own_compiled"] > len(FUSED) for result in results if "own_compiled" in result)
+    assert all(result["own_compiled"] > len(fused()) for result in results if "own_compiled" in result)
 
 
 @contract("fused-update", also=("mirrored-2",), verify=are_fused)
@@ -143,7 +149,7 @@ def test_fused_update(distribute: Distribute) -> Numbers:
     infinite = np.where(np.arange(len(y))[:, None] == 9, np.inf, y)
     names, result = set[str](), dict[str, Any]()
     with mock.patch.object(step_optimizer, "FUSED_FROM", (0, 0)):
-        for name, maker in FUSED.items():
+        for name, maker in fused().items():
             result[name] = fitted(compiled(distribute, maker()), x, infinite if name == "scaled" else y)["weights"]
             names |= compiled_functions()
         real = numbers(32)[0]
@@ -276,11 +282,15 @@ def test_gradient_accumulation_remainder(distribute: Distribute) -> Numbers:
     model.fit(x, y, callbacks=[epochs], **options)
     model.train_on_batch(x[:BATCH], y[:BATCH])
     files = {name: keras.models.load_model(f"{name}.keras").optimizer.variables for name in ("batch", "all")}
-    resumed = distribute(keras.models.load_model("all.keras"))
-    resumed.fit(x, y, **options)
-    resumed.load_weights("epoch1.weights.h5")
-    resumed.fit(x, y, **options)
-    return {"weights": model.get_weights(), **files, "resumed": resumed.get_weights()}
+
+    def resumed() -> list[Any]:
+        model = distribute(keras.models.load_model("all.keras"))
+        model.fit(x, y, **options)
+        model.load_weights("epoch1.weights.h5")
+        model.fit(x, y, **options)
+        return list(model.get_weights())
+
+    return {"weights": model.get_weights(), **files, **computed({"resumed": resumed})}
 
 
 def one_reduction_per_update(results: list[Numbers], plain: Numbers, size: int) -> None:

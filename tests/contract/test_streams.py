@@ -104,7 +104,7 @@ contract("sharded-equal", reference=reference(True), of_ranks=True, covered_by=(
     lambda distribute: trained_on(own_part, True, asking(distribute, data="sharded"))
 )
 # Validation has shards of equal size, training and `evaluate` have not.
-contract("sharded-unequal", reference=reference(False), of_ranks=True, also=("multi_worker-4",))(
+contract("sharded-unequal", reference=reference(False), of_ranks=True)(
     lambda distribute: trained_on(own_part, False, asking(distribute, data="sharded"))
 )
 

@@ -32,7 +32,7 @@ from tests.contract.test_models import Parts, Smoothed, Watched
 from tests.contract.test_more_callbacks import only_the_chief_shows_progress, with_bars
 
 
-@contract("together-losses", of=NOT_TPU, also=("mirrored-2",))
+@contract("together-losses", of=NOT_TPU)
 def test_losses(distribute: Distribute) -> Numbers:
     inputs = keras.Input([FEATURES])
     penalized = ActivityRegularization()(Penalized(4, "tanh")(inputs))
@@ -54,7 +54,7 @@ def test_losses(distribute: Distribute) -> Numbers:
     return {**result, "evaluation": evaluation, "predictions": predictions(model, x)}
 
 
-@contract("together-metrics", of=NOT_TPU)
+@contract("together-metrics", of=NOT_TPU, covered_by=("metrics-by-hand", "together-losses"))
 def test_metrics(distribute: Distribute) -> Numbers:
     model = stack(Watched(3), keras.layers.Dense(1, "sigmoid"))
     metrics = [keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision"), "accuracy"]
@@ -93,7 +93,7 @@ def test_callbacks(distribute: Distribute) -> Numbers:
     return {**result, **told, "saved": saved, "events": events("logs")}
 
 
-@contract("together-data", of=NOT_TPU)
+@contract("together-data", of=NOT_TPU, covered_by=("data-padded-texts", "together-losses"))
 def test_data(distribute: Distribute) -> Numbers:
     x, y = numbers()
     words = np.array(["a", "b", "c", "d", "e"])[np.arange(COUNT) * 3 % 5]

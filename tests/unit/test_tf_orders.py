@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from keras_dist.compat import tf_data
-from keras_dist.data import pipeline
+from keras_dist.data import pipeline, sources
 
 Dataset = tf.data.Dataset
 EPOCHS, READ = 4, 3  # the run before has ended in its fourth epoch, after some batches
@@ -232,3 +233,15 @@ def test_a_dataset_that_python_makes() -> None:
     assert tf_data.is_made_by_python(made.prefetch(1).with_options(tf.data.Options()))
     assert not tf_data.is_made_by_python(made.batch(2))
     assert not tf_data.is_made_by_python(numbers.flat_map(lambda n: Dataset.from_tensors(n)))
+
+
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_the_tuner_is_off_unless_the_script_asks_for_it(asked: bool | None) -> None:
+    dataset, options = tf.data.Dataset.range(8).batch(4), tf.data.Options()
+    if asked is not None:
+        options.autotune.enabled = asked
+        dataset = dataset.with_options(options)
+    for untuned in (tf_data.untuned(dataset), sources.group_for_replicas(dataset, 2, None)):
+        tuning = untuned.options().autotune
+        assert tuning.enabled is bool(asked)
+        assert tuning.initial_parallelism == (os.cpu_count() if asked is None else None)

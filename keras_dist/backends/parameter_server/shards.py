@@ -12,7 +12,6 @@ import contextvars
 import dataclasses
 import itertools
 import secrets
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_dist.backends.parameter_server.exchange import Outputs, type_of
-from keras_dist.compat import tf_compat
+from keras_dist.compat import tf_compat, tf_data
 from keras_dist.compat.keras_random import tensorflow_seed
 from keras_dist.data.shares import any_batch_size, row_count
 from keras_dist.errors import ConfigurationError, NotSupportedError
@@ -71,7 +70,7 @@ class DatasetFunction:
                 received, hint = type(dataset).__name__, "Add a `return` at its end."
                 raise ConfigurationError("A dataset function must return a tf.data.Dataset.", received, hint)
             self._specs.append(tf.nest.map_structure(any_batch_size, dataset.element_spec))
-            return tf.data.experimental.to_variant(_untuned(dataset.prefetch(tf.data.AUTOTUNE)))
+            return tf.data.experimental.to_variant(tf_data.untuned(dataset.prefetch(tf.data.AUTOTUNE)))
 
         maker = tf.function(make, autograph=False).get_concrete_function()
         _check_graph(maker)
@@ -80,22 +79,6 @@ class DatasetFunction:
     def dataset(self, worker: int) -> tf.data.Dataset:
         """Makes the dataset of a worker on the current device."""
         return tf.data.experimental.from_variant(self.makers[worker](), self.element_spec)
-
-
-def _untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns a dataset without TensorFlow's autotuning, unless the user has asked for it.
-
-    A worker would wait for it after each pass: an iterator ends only when its tuner has woken up, which sleeps longer
-    and longer, up to a minute (TensorFlow 2.21).
-    """
-    with warnings.catch_warnings():  # only the options that were set in this trace are known, and those are asked for
-        warnings.filterwarnings("ignore", "To make it possible to preserve tf.data options", UserWarning)
-        is_set = dataset.options().autotune.enabled is not None
-    if is_set:
-        return dataset
-    options = tf.data.Options()
-    options.autotune.enabled = False
-    return dataset.with_options(options)
 
 
 def _check_graph(maker: Any) -> None:
