@@ -54,7 +54,7 @@ def test_losses(distribute: Distribute) -> Numbers:
     return {**result, "evaluation": evaluation, "predictions": predictions(model, x)}
 
 
-@contract("together-metrics", of=NOT_TPU, covered_by=("metrics-by-hand", "together-losses"))
+@contract("together-metrics", of=NOT_TPU)
 def test_metrics(distribute: Distribute) -> Numbers:
     model = stack(Watched(3), keras.layers.Dense(1, "sigmoid"))
     metrics = [keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision"), "accuracy"]
@@ -93,7 +93,7 @@ def test_callbacks(distribute: Distribute) -> Numbers:
     return {**result, **told, "saved": saved, "events": events("logs")}
 
 
-@contract("together-data", of=NOT_TPU, covered_by=("data-padded-texts", "together-losses"))
+@contract("together-data", of=NOT_TPU)
 def test_data(distribute: Distribute) -> Numbers:
     x, y = numbers()
     words = np.array(["a", "b", "c", "d", "e"])[np.arange(COUNT) * 3 % 5]
