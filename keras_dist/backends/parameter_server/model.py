@@ -53,6 +53,7 @@ class CoordinatorModel(ReplicaModel):
         super().__init__(model, backend, options)
         self._engine: Engine | None = None
         self._traced_for: Sequence[Any] = []
+        self._is_settled = False  # two steps in a row found what the engine was made for
         self._depth = 0
         self._waits = False
 
@@ -127,12 +128,15 @@ class CoordinatorModel(ReplicaModel):
 
     def _ready_engine(self) -> Engine:
         """Returns the engine; a new one if what was traced no longer holds."""
+        if self._engine is not None and self._is_settled and not self._model.run_eagerly:
+            return self._engine
         model, optimizers = self._model, self._prepare_optimizers()
         variables = [*model.trainable_variables, *model.variables, *model.metrics_variables]
         variables += [variable for optimizer in optimizers for variable in variables_of(optimizer)]
         # The objects themselves, not their ids: the id of a variable that is gone may be given to another one.
         now = [*map(keras_model.backing, variables), *optimizers, model.run_eagerly]
         is_same = len(now) == len(self._traced_for) and all(map(operator.is_, now, self._traced_for))
+        self._is_settled = self._engine is not None and is_same
         if self._engine is None or not is_same:
             engine = AsyncEngine if self._backend.mode == "async" else SyncEngine
             self._engine = engine(model, self._backend, Functions(model, self._backend, self))
@@ -140,6 +144,7 @@ class CoordinatorModel(ReplicaModel):
         return self._engine
 
     def _make_function(self, kind: str, call: Call) -> None:
+        self._is_settled = False
         self._refuse_own_function(f"{kind}_function")
         function: Callable[[Any], Any] = functools.partial(self._run_steps, kind)
         if kind == "train" or self.exact:  # else each worker evaluates whole batches, as plain Keras does

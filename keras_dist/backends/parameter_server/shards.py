@@ -16,7 +16,9 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
+from tensorflow.core.framework import tensor_pb2
 
 from keras_dist.backends.parameter_server.exchange import Outputs, type_of
 from keras_dist.compat import tf_compat, tf_data
@@ -184,6 +186,12 @@ def packed(tensors: Sequence[Any]) -> Any:
     return tf.stack([tf.io.serialize_tensor(tensor) for tensor in tensors]) if tensors else tf.zeros([0], tf.string)
 
 
+def _arrays(packed: Any) -> list[np.ndarray]:
+    """Returns the tensors of a packed `_State`. Operations would take longer than the other work of a step here."""
+    texts = tf.make_ndarray(tensor_pb2.TensorProto.FromString(packed.numpy()))
+    return [tf.make_ndarray(tensor_pb2.TensorProto.FromString(text)) for text in texts]
+
+
 class RemoteSteps:
     """A traced function that makes steps. It takes the batches, of the specification `spec`, from an iterator.
 
@@ -217,14 +225,13 @@ class RemoteSteps:
         """Returns the results of a call from what it returned, `None` if there was no batch."""
         if sent is None:
             return Done(0, True, None)
-        state = _State.of(sent, self._metrics)
-        steps, has_ended = int(state.steps), bool(state.has_ended)
+        _, steps, has_ended, *others = _arrays(sent)
         if not steps:
-            return Done(0, has_ended, None)
-        specs = tf.nest.flatten(self._specs, expand_composites=True)
-        leaves = [tf.io.parse_tensor(leaf, spec.dtype) for leaf, spec in zip(state.results, specs, strict=True)]
+            return Done(0, bool(has_ended), None)
+        metrics, leaves = others[: len(self._metrics)], others[len(self._metrics) :]
+        leaves = [tf.convert_to_tensor(leaf) for leaf in leaves]
         outputs = tf.nest.pack_sequence_as(self._specs, leaves, expand_composites=True)
-        return Done(steps, has_ended, outputs._replace(metrics=state.metrics))
+        return Done(int(steps), bool(has_ended), outputs._replace(metrics=metrics))
 
     def _run(self, iterator: Any, run: Any, count: Any, args: Any) -> Any:
         zero = tf.constant(0)
