@@ -30,7 +30,7 @@ from keras_dist.state.weights import Loss
 from keras_dist.step import losses
 from keras_dist.step import step as step_module
 from keras_dist.step.metrics import Logs, as_number, flat
-from keras_dist.step.optimizer import optimizers_of, parts_of, variables_of
+from keras_dist.step.optimizer import build_at_once, optimizers_of, parts_of, variables_of
 from keras_dist.step.step import Stopwatch, explain_check
 from keras_dist.step.whole_batch import compiled_layers, explain_compilation
 from keras_dist.training import own_code, refusals
@@ -323,8 +323,16 @@ class DistributedModel(Verified):
             self._fitting.watch(iterator, self.given, self.distribute)
             spec = self.element_spec
         build(self._model, self._backend.num_replicas, step, spec, call.get("data_batch"))
+        self._build_optimizer()
         self._check_strategy()  # metrics have variables only now
         self._backend.check_variables(self._model.variables)
+
+    def _build_optimizer(self) -> None:
+        """Builds the optimizer of a step of Keras's own. TensorFlow traces a step that creates variables twice."""
+        optimizer, weights = getattr(self._model, "optimizer", None), self._model.trainable_variables
+        is_own = self._kind == "train" and not keras_fit.is_overridden(self._model, "train_step")
+        if is_own and weights and isinstance(optimizer, keras.Optimizer):
+            build_at_once(optimizer, weights)
 
     # --- The strategy that Keras uses ---
 
