@@ -11,10 +11,12 @@ import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import keras
 import pytest
 import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
 import keras_dist as kd
 from tests.multiprocess.launches import ROOT, run
@@ -55,6 +57,28 @@ def test_the_traced_step_has_the_same_operations(pools: Any, steps_per_execution
     assert {"MatMul", "AssignAddVariableOp"} <= {op for _, ops in operations["plain"] for op in ops}
     assert operations["ours"] == operations["plain"]
     assert operations["another"] != operations["plain"]  # so a difference would be seen
+
+
+def times_traced() -> int:
+    """Returns how often `fit` traces a step of Keras's own."""
+    steps, plain = [], TensorFlowTrainer.train_step
+
+    def train_step(model: keras.Model, data: Any) -> Any:
+        steps.append(model)
+        return plain(model, data)
+
+    with mock.patch.object(TensorFlowTrainer, "train_step", train_step):
+        model = kd.distribute(keras.Sequential([keras.Input([4]), keras.layers.Dense(1)]))
+        model.compile("adam", "mse")
+        model.fit(tf.ones([8, 4]), tf.ones([8, 1]), batch_size=4, epochs=2, verbose=0)
+    return len(steps)
+
+
+@pytest.mark.parametrize(("backend", "size", "times"), [("serial", 1, 2), ("horovod", 2, 1), ("mirrored", 2, 2)])
+def test_a_step_is_traced_once_by_each_replica(pools: Any, backend: str, size: int, times: int) -> None:
+    """Plain Keras traces it twice, since the optimizer is built in the trace."""
+    for traced in pools.get(backend, size).run(times_traced):
+        assert traced == times
 
 
 def test_the_model_and_its_optimizer_get_no_attributes(pools: Any) -> None:
