@@ -323,16 +323,8 @@ class DistributedModel(Verified):
             self._fitting.watch(iterator, self.given, self.distribute)
             spec = self.element_spec
         build(self._model, self._backend.num_replicas, step, spec, call.get("data_batch"))
-        self._build_optimizer()
         self._check_strategy()  # metrics have variables only now
         self._backend.check_variables(self._model.variables)
-
-    def _build_optimizer(self) -> None:
-        """Builds the optimizer of a step of Keras's own. TensorFlow traces a step that creates variables twice."""
-        optimizer, weights = getattr(self._model, "optimizer", None), self._model.trainable_variables
-        is_own = self._kind == "train" and not keras_fit.is_overridden(self._model, "train_step")
-        if is_own and weights and isinstance(optimizer, keras.Optimizer):
-            build_at_once(optimizer, weights)
 
     # --- The strategy that Keras uses ---
 
@@ -406,6 +398,7 @@ class DistributedModel(Verified):
         """Returns a function of steps on shares, of whose errors `_explained` says so."""
 
         def noted(iterator: Any) -> Any:
+            self._build_optimizer()
             try:
                 return function(iterator)
             except (StopIteration, tf.errors.OutOfRangeError):
@@ -416,6 +409,15 @@ class DistributedModel(Verified):
                 raise
 
         return function if self._backend.num_replicas == 1 else noted
+
+    def _build_optimizer(self) -> None:
+        """Builds the optimizer of a step of Keras's own. TensorFlow traces a step that creates variables twice."""
+        optimizer = getattr(self._model, "optimizer", None)
+        if self._kind != "train" or not isinstance(optimizer, keras.Optimizer) or optimizer.built:
+            return
+        weights = self._model.trainable_variables if keras_model.is_built(self._model) else []
+        if weights and not keras_fit.is_overridden(self._model, "train_step"):
+            build_at_once(optimizer, weights)
 
     def noting_draws(self, kind: str | None) -> contextlib.AbstractContextManager[None]:
         """Notes in this context, as a step is traced, from which seed generators its first replica here draws."""
