@@ -278,7 +278,8 @@ def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
     """
     ineffective = tf_compat.patched(keras.Variable, assign=lambda variable, value: value)
     with ineffective, tf.init_scope(), keras_model.outside_stateless_scope():
-        optimizer.build(list(variables))
+        with keras.name_scope(optimizer.name, caller=optimizer):
+            optimizer.build(list(variables))
 
 
 def build_at_once(optimizer: Any, variables: Sequence[Any] | None) -> bool:
@@ -369,9 +370,7 @@ def fused(optimizer: Any, update: Callable[..., Any]) -> Callable[..., Any]:
         if reason := _why_not_fused(optimizer, grads, variables):
             logger().debug("optimizer %s: its update is not fused, because %s", optimizer.name, reason)
             return update(grads, trainable_variables)
-        if not optimizer.built:  # as Keras does: a compiled function can't create variables
-            with keras.name_scope(optimizer.name, caller=optimizer):
-                optimizer.build(variables)
+        build_at_once(optimizer, variables)  # a compiled function can't create variables
         results: list[Any] = []
 
         @tf.function(jit_compile=True, autograph=False)
@@ -425,9 +424,8 @@ class _Reducer:
             gradients = [own if step.is_reduced(own) else total for own, total in pairs]
         if step.applied is not None:
             step.applied.append((self._optimizer, gradients, trainable_variables))
+        are_new = build_at_once(self._optimizer, trainable_variables)  # Keras would initialize them after the trace
         if self._backend.mirrors:  # makes the variables that each device updates, before any of them changes
-            # In a graph Keras would initialize them after the trace.
-            are_new = build_at_once(self._optimizer, trainable_variables)
             self._backend.will_update(variables_of(self._optimizer), are_new=are_new)
         return gradients
 
