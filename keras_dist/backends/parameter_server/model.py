@@ -131,7 +131,8 @@ class CoordinatorModel(ReplicaModel):
         if self._engine is not None and self._is_settled and not self._model.run_eagerly:
             return self._engine
         model, optimizers = self._model, self._prepare_optimizers()
-        variables = [*model.trainable_variables, *model.variables, *model.metrics_variables]
+        # Which weights are trained is decided by `compile`, as in plain Keras.
+        variables = [*model.variables, *model.metrics_variables]
         variables += [variable for optimizer in optimizers for variable in variables_of(optimizer)]
         # The objects themselves, not their ids: the id of a variable that is gone may be given to another one.
         now = [*map(keras_model.backing, variables), *optimizers, model.run_eagerly]
