@@ -60,6 +60,10 @@ class Collectives(abc.ABC):
 
 
 _LENGTH_BYTES = 8
+_CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, frozenset, dict)}
+_FROM_ARRAY: dict[str, Callable[[np.ndarray], Any]] = {
+    "array": np.copy, "scalar": lambda array: array[()], "tensor": tf.constant, "bytes": np.ndarray.tobytes,
+}  # fmt: skip
 
 
 def encode(value: Any) -> bytes:
@@ -83,27 +87,20 @@ def decode(payload: bytes) -> Any:
 def _tagged(value: Any, bodies: list[bytes]) -> Any:
     if type(value) in (type(None), bool, int, float, str):
         return value
-    if isinstance(value, list):
-        return [_tagged(item, bodies) for item in value]
-    if isinstance(value, tuple | set | frozenset):
-        container = next(kind for kind in (tuple, set, frozenset) if isinstance(value, kind))
-        return {"kind": container.__name__, "items": [_tagged(item, bodies) for item in value]}
-    if isinstance(value, Mapping):
-        return {"kind": "dict", "items": [[_tagged(part, bodies) for part in item] for item in value.items()]}
+    for name, kind in _CONTAINERS.items():
+        if isinstance(value, Mapping if kind is dict else kind):
+            items = value.items() if kind is dict else value
+            return [name, [_tagged(item, bodies) for item in items]]
+    name, array = "array" if isinstance(value, np.ndarray) else "scalar", value
     if isinstance(value, bytes | bytearray):
-        bodies.append(bytes(value))
-        return {"kind": "bytes", "length": len(value)}
-    is_tensor = isinstance(value, tf.Tensor) and hasattr(value, "numpy") and value.dtype != tf.string
-    if is_tensor or isinstance(value, np.ndarray | np.generic):
-        kind = "array" if isinstance(value, np.ndarray) else "scalar"
-        if is_tensor:
-            kind, value = "tensor", value.numpy()
-        value = np.asarray(value)
-        if not value.dtype.hasobject and value.dtype.names is None:
-            bodies.append(value.tobytes())
-            # NumPy has no text for the types of other packages, such as bfloat16.
-            dtype = value.dtype.name if value.dtype.kind == "V" else value.dtype.str
-            return {"dtype": dtype, "shape": value.shape, "length": value.nbytes, "kind": kind}
+        name, array = "bytes", np.frombuffer(value, np.uint8)
+    elif isinstance(value, tf.Tensor) and hasattr(value, "numpy") and value.dtype != tf.string:
+        name, array = "tensor", np.asarray(value.numpy())
+    if isinstance(array, np.ndarray | np.generic) and not array.dtype.hasobject and array.dtype.names is None:
+        bodies.append(array.tobytes())
+        # NumPy has no text for the types of other packages, such as bfloat16.
+        dtype = array.dtype.name if array.dtype.kind == "V" else array.dtype.str
+        return [name, dtype, array.shape, array.nbytes]
     raise ConfigurationError(
         "Only numbers, texts, bytes, arrays and tensors can be sent to other ranks, and lists, tuples, sets and dicts "
         "of them: a pickle could run code.",
@@ -113,23 +110,14 @@ def _tagged(value: Any, bodies: list[bytes]) -> Any:
 
 
 def _untagged(tagged: Any, bodies: io.BytesIO) -> Any:
-    if isinstance(tagged, list):
-        return [_untagged(item, bodies) for item in tagged]
-    if not isinstance(tagged, dict):
+    if not isinstance(tagged, list):
         return tagged
-    kind = tagged["kind"]
-    if kind == "dict":
-        return {_untagged(key, bodies): _untagged(item, bodies) for key, item in tagged["items"]}
-    if kind in ("tuple", "set", "frozenset"):
-        make: Any = {"tuple": tuple, "set": set, "frozenset": frozenset}[kind]
-        return make(_untagged(item, bodies) for item in tagged["items"])
-    body = bodies.read(tagged["length"])
-    if kind == "bytes":
-        return body
-    name = tagged["dtype"]
+    kind, *content = tagged
+    if kind in _CONTAINERS:
+        return _CONTAINERS[kind](_untagged(item, bodies) for item in content[0])
+    name, shape, length = content
     dtype = np.dtype(name) if name[0] in "<>|=" else tf.as_dtype(name).as_numpy_dtype
-    array = np.frombuffer(body, dtype).reshape(tagged["shape"]).copy()
-    return {"array": lambda: array, "scalar": lambda: array[()], "tensor": lambda: tf.constant(array)}[kind]()
+    return _FROM_ARRAY[kind](np.frombuffer(bodies.read(length), dtype).reshape(shape))
 
 
 class ProcessBackend(Backend):
