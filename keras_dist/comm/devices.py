@@ -242,28 +242,11 @@ def part_of(cores: Sequence[int], rank: int, ranks: int) -> list[int]:
 def cpu_limit(cgroups: Path = Path("/sys/fs/cgroup"), of_process: Path = Path("/proc/self/cgroup")) -> float | None:
     """Returns how many cores the control groups of this process may use together, `None` if nothing limits them.
 
-    See https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu and
-    https://docs.kernel.org/scheduler/sched-bwc.html (version 1).
+    See https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu.
     """
-    try:
-        lines = [line.split(":", 2) for line in of_process.read_text().splitlines()]
-    except OSError:
-        return None
-    limits = []
-    for _, controllers, path in lines:
-        is_version_2 = controllers == ""
-        if not is_version_2 and "cpu" not in controllers.split(","):
-            continue
-        root = cgroups if is_version_2 else cgroups / "cpu"
-        own = root / path.lstrip("/")
-        for group in (own, *(parent for parent in own.parents if parent.is_relative_to(root))):
-            if is_version_2:
-                quota, period = (_read(group / "cpu.max") or "max 1").split()
-            else:
-                quota, period = _read(group / "cpu.cfs_quota_us") or "-1", _read(group / "cpu.cfs_period_us") or "1"
-            if quota != "max" and int(quota) > 0:
-                limits.append(int(quota) / int(period))
-    return min(limits, default=None)
+    own = cgroups / (_read(of_process) or "").rpartition("0::/")[2]
+    limits = [(_read(group / "cpu.max") or "max 1").split() for group in (own, *own.parents)]
+    return min((int(quota) / int(period) for quota, period in limits if quota != "max"), default=None)
 
 
 def _read(path: Path) -> str | None:
