@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend, Rendezvous, check_same_call
-from keras_dist.comm.watchdog import Liveness, Watchdog, call_of, rank_has_gone
+from keras_dist.comm.watchdog import Watchdog, call_of, rank_has_gone
 from keras_dist.environment import Topology
 from keras_dist.errors import ConfigurationError, DistributionError
 
@@ -125,7 +125,6 @@ class ProcessBackend(Backend):
 
     _collectives: Collectives
     _watchdog: Watchdog | None = None
-    _liveness: Liveness | None = None
     _call = "kd.init()"
     _sign_of_peer_loss = "A connection was closed"
 
@@ -215,8 +214,9 @@ class ProcessBackend(Backend):
     def translate(self, error: BaseException) -> BaseException:
         if isinstance(error, DistributionError) or not self._is_peer_loss(error):
             return error
-        for watcher in (self._watchdog, self._liveness):
-            if watcher is not None and (cause := watcher.cause()) is not None:
+        missing = ""
+        if self._watchdog is not None:
+            if (cause := self._watchdog.cause()) is not None:
                 return cause
-        missing = "" if self._watchdog is None else self._watchdog.failure_reports.missing()
+            missing = self._watchdog.failure_reports.missing()
         return rank_has_gone(f"{self._sign_of_peer_loss} while this rank was in {self._call}{missing}", self.topology)

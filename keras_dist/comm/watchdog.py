@@ -97,7 +97,7 @@ class FailureReports:
         """Returns which ranks have ended, or have shown no life for a while; an empty text if none is known to."""
         asks = f"asks_{self._topology.rank}"
         self._put(asks, "1")
-        if self._get(asks) is None:
+        if self._rendezvous is not None and self._get(asks) is None:
             return "; its launcher does not answer any more (it has ended, or one of the machines is cut off)"
         if exited := [rank for rank in self._others if self.has_exited(rank)]:
             return "".join(f"; rank {rank} has ended without an error" for rank in exited)
@@ -192,6 +192,12 @@ class LoopWaits:
 _WAITED_SECONDS = 2.0
 _WARN_SECONDS = 60.0
 _TICK_SECONDS = 0.5
+_LIVENESS_SECONDS = 1.0
+_URGENT_SECONDS = 0.2
+_CAUSE_SECONDS = 5.0
+_SILENT_SECONDS = 30.0  # as long as Gloo waits for data that a rank does not send
+_ATTEMPTS = 2  # refused connections in a row after which a rank is gone
+_EXIT_SECONDS = 1.0  # a rank that exits without an error may only be the first to reach the end of the script
 
 
 class Wait(NamedTuple):
@@ -236,15 +242,15 @@ def counterpart(own: Wait, other: Wait) -> str | None:
 
 
 class Watchdog:
-    """Watches the collective calls of this rank from a thread.
+    """Watches the collective calls of this rank from a thread; and whether the other ranks are alive, by their servers.
 
     `abort` is called with the reason, and ends all pending collectives with an error. `limit` is the number of seconds
-    that a rank may wait in a custom loop; `None` for any.
+    that a rank may wait in a custom loop; `None` for any. `servers` are the addresses of the ranks' TensorFlow servers.
     """
 
     def __init__(
-        self, topology: Topology, rendezvous: Rendezvous, failure_reports: FailureReports,
-        abort: Callable[[str], None], limit: float | None = None,
+        self, topology: Topology, rendezvous: Rendezvous | None, failure_reports: FailureReports,
+        abort: Callable[[str], None], limit: float | None = None, servers: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self._topology, self._abort, self._limit = topology, abort, limit
         self.rendezvous, self.failure_reports = rendezvous, failure_reports
@@ -254,10 +260,21 @@ class Watchdog:
         self._loop_waits: LoopWaits | None = None  # until there is a custom loop
         self._last_position, self._position_since, self._has_warned = (0, ""), 0.0, False
         self._cause: DistributionError | None = None
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="keras_dist_watchdog", daemon=True)
-        self._thread.start()
+        self._closed, self._is_urgent = threading.Event(), threading.Event()
+        self._others = {rank: server for rank, server in enumerate(servers) if rank != topology.rank}
+        self._gone: dict[int, str] = {}  # ranks, and how that was noticed
+        self._answer_seconds = environment.seconds(environment.ANSWER_TIMEOUT, _SILENT_SECONDS)
+        self._thread = self._start(self._watch_calls)
+        if servers:
+            self._start(self._watch_ranks)
+        for rank in self._others:
+            self._start(self._watch_rank, rank)
         atexit.register(self.close)
+
+    def _start(self, target: Callable[..., None], *args: int) -> threading.Thread:
+        thread = threading.Thread(target=target, args=args, name="keras_dist_watchdog", daemon=True)
+        thread.start()
+        return thread
 
     @property
     def is_in_call(self) -> bool:
@@ -289,26 +306,62 @@ class Watchdog:
         self._thread.join(_TICK_SECONDS)
 
     def cause(self) -> DistributionError | None:
-        """Returns why the collectives ended, `None` if no rank knows."""
-        deadline = time.monotonic() + _TICK_SECONDS
+        """Returns why the collectives ended, as soon as it is known; `None` if no rank knows."""
+        self._is_urgent.set()
+        deadline = time.monotonic() + (_CAUSE_SECONDS if self._others else _TICK_SECONDS)
         while self._cause is None and time.monotonic() < deadline:
-            self._cause = self.failure_reports.cause()
+            if (reported := self.failure_reports.cause()) is not None:
+                self._cause = reported
             time.sleep(_TICK_SECONDS / 10)
         return self._cause
 
-    def _watch(self) -> None:
+    def _end(self, cause: DistributionError) -> None:
+        self._cause = cause
+        self._abort(str(cause))
+
+    def _watch_calls(self) -> None:
         while not self._closed.wait(_TICK_SECONDS):
             self.failure_reports.show_life()
             seconds = self._seconds()
             if seconds < _WAITED_SECONDS:
                 continue
             wait = self._wait()
-            self.rendezvous.put(f"calls_{self._topology.rank}", wait.to_json())
             cause = self._mismatch(wait) or self._timeout(wait, seconds)
             if cause is not None and self._seconds() > 0 and self._wait() == wait:
-                self._cause = cause
-                self._abort(str(cause))
+                self._end(cause)
                 return
+
+    def _watch_ranks(self) -> None:
+        has_exited = self.failure_reports.has_exited
+        while self._waits():
+            failure, gone = self.failure_reports.cause(), dict(self._gone)
+            if failure is None and not gone:
+                continue
+            if failure is None and all(map(has_exited, gone)):
+                self._is_urgent.wait(_EXIT_SECONDS)
+            parts = [
+                f"rank {rank} at {self._others[rank]} {'has ended' if has_exited(rank) else how}"
+                for rank, how in sorted(gone.items())
+            ]
+            cause = self.failure_reports.cause() or rank_has_gone(", ".join(parts), self._topology)
+            self.failure_reports.confirm()
+            self._end(cause)
+            return
+
+    def _watch_rank(self, rank: int) -> None:
+        refused, seconds = 0, self._answer_seconds
+        while refused < _ATTEMPTS and self._waits():
+            why = why_no_grpc(self._others[rank], seconds)
+            refused = refused + 1 if why else 0
+            if why == NO_ANSWER:
+                self._gone[rank] = f"has not answered for {seconds:g} s (it is stopped, or its machine is cut off)"
+                return
+        if not self._closed.is_set():
+            self._gone[rank] = "does not answer any more"
+
+    def _waits(self) -> bool:
+        """Waits for the next look. Returns False at the end of the process."""
+        return not self._closed.wait(_URGENT_SECONDS if self._is_urgent.is_set() else _LIVENESS_SECONDS)
 
     def _position(self) -> tuple[int, str]:
         return (0, "") if self._loop_waits is None else self._loop_waits.position()
@@ -328,7 +381,10 @@ class Watchdog:
         return Wait(calls, number, "" if is_in_call else call)
 
     def _mismatch(self, own: Wait) -> MismatchError | None:
-        """Compares the wait of this rank with those that the other ranks have published."""
+        """Publishes the wait of this rank, and compares it with those that the other ranks have published."""
+        if self.rendezvous is None:
+            return None
+        self.rendezvous.put(f"calls_{self._topology.rank}", own.to_json())
         calls = {self._topology.rank: own.call}
         for rank in range(self._topology.size):
             published = self.rendezvous.get(f"calls_{rank}") if rank != self._topology.rank else None
@@ -475,71 +531,3 @@ def call_in_thread(function: Callable[[], _Result], check: Callable[[], None]) -
 def _connection(address: str, seconds: float) -> socket.socket:
     host, _, port = address.rpartition(":")
     return socket.create_connection((host.strip("[]"), int(port)), timeout=seconds)
-
-
-_LIVENESS_SECONDS = 1.0
-_URGENT_SECONDS = 0.2
-_CAUSE_SECONDS = 5.0
-_ATTEMPTS = 2  # refused connections in a row after which a rank is gone
-_EXIT_SECONDS = 1.0  # a rank that exits without an error may only be the first to reach the end of the script
-
-
-class Liveness:
-    """Watches from a thread whether the processes of the other ranks are alive.
-
-    `abort` is called with the reason, and ends all pending collectives of this rank with an error. `limit` is the
-    number of seconds that a rank may take to answer.
-    """
-
-    def __init__(
-        self, topology: Topology, addresses: Sequence[str], failure_reports: FailureReports,
-        abort: Callable[[str], None], limit: float,
-    ) -> None:  # fmt: skip
-        self._topology, self._failure_reports, self._abort, self._limit = topology, failure_reports, abort, limit
-        self._others = {rank: address for rank, address in enumerate(addresses) if rank != topology.rank}
-        self._gone: dict[int, str] = {}  # ranks, and how that was noticed
-        self._closed, self._is_urgent, self._is_known = threading.Event(), threading.Event(), threading.Event()
-        self._cause: PeerLostError | None = None
-        atexit.register(self._closed.set)
-        threading.Thread(target=self._watch, name="keras_dist_liveness", daemon=True).start()
-        for rank in self._others:
-            threading.Thread(target=self._watch_rank, args=(rank,), name="keras_dist_liveness", daemon=True).start()
-
-    def cause(self) -> PeerLostError | None:
-        """Returns why the collectives ended, as soon as it is known; `None` if all ranks are alive."""
-        self._is_urgent.set()
-        self._is_known.wait(_CAUSE_SECONDS)
-        return self._cause
-
-    def _watch(self) -> None:
-        has_exited = self._failure_reports.has_exited
-        while self._waits():
-            failure, gone = self._failure_reports.cause(), dict(self._gone)
-            if failure is None and not gone:
-                continue
-            if failure is None and all(map(has_exited, gone)):
-                self._is_urgent.wait(_EXIT_SECONDS)
-            parts = [
-                f"rank {rank} at {self._others[rank]} {'has ended' if has_exited(rank) else how}"
-                for rank, how in sorted(gone.items())
-            ]
-            self._cause = self._failure_reports.cause() or rank_has_gone(", ".join(parts), self._topology)
-            self._is_known.set()
-            self._failure_reports.confirm()
-            self._abort(str(self._cause))
-            return
-
-    def _watch_rank(self, rank: int) -> None:
-        refused = 0
-        while refused < _ATTEMPTS and self._waits():
-            why = why_no_grpc(self._others[rank], self._limit)
-            refused = refused + 1 if why else 0
-            if why == NO_ANSWER:
-                self._gone[rank] = f"has not answered for {self._limit:g} s (it is stopped, or its machine is cut off)"
-                return
-        if not self._closed.is_set():
-            self._gone[rank] = "does not answer any more"
-
-    def _waits(self) -> bool:
-        """Waits for the next look. Returns False at the end of the process."""
-        return not self._closed.wait(_URGENT_SECONDS if self._is_urgent.is_set() else _LIVENESS_SECONDS)
