@@ -28,7 +28,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
@@ -203,27 +203,19 @@ _EXIT_SECONDS = 1.0  # a rank that exits without an error may only be the first 
 class Wait(NamedTuple):
     """Where a rank has waited for a while."""
 
-    calls: Mapping[int, str]  # its last calls, by number; it may be in the last of them
+    calls: Sequence[Sequence[Any]]  # the numbers and names of its last calls; it may be in the last of them
     loop_number: int  # how many collectives of custom loops it has begun
     loop_call: str  # the call of the loop's collective that it is in; empty if it is in the last of `calls`
-
-    def to_json(self) -> str:
-        return json.dumps([list(self.calls.items()), self.loop_number, self.loop_call])
-
-    @classmethod
-    def from_json(cls, text: str) -> Wait:
-        calls, *loop = json.loads(text)
-        return cls(dict(calls), *loop)
 
     @property
     def number(self) -> int:
         """The number of its last call."""
-        return max(self.calls, default=0)
+        return self.calls[-1][0] if self.calls else 0
 
     @property
     def call(self) -> str:
         """The call that it waits in."""
-        return self.loop_call or self.calls[self.number]
+        return self.loop_call or self.calls[-1][1]
 
 
 def counterpart(own: Wait, other: Wait) -> str | None:
@@ -238,7 +230,7 @@ def counterpart(own: Wait, other: Wait) -> str | None:
         loop, call = (own, other) if own.loop_call else (other, own)
         # Neither rank has begun what the other one is in.
         return other.call if call.number > loop.number and loop.loop_number > call.loop_number else None
-    return other.calls.get(own.number)
+    return next((call for number, call in other.calls if number == own.number), None)
 
 
 class Watchdog:
@@ -377,18 +369,18 @@ class Watchdog:
         return now - self._position_since if position[1] else 0.0
 
     def _wait(self) -> Wait:
-        is_in_call, (number, call), calls = self.is_in_call, self._position(), dict([*self._calls])
-        return Wait(calls, number, "" if is_in_call else call)
+        is_in_call, (number, call) = self.is_in_call, self._position()
+        return Wait([*self._calls], number, "" if is_in_call else call)
 
     def _mismatch(self, own: Wait) -> MismatchError | None:
         """Publishes the wait of this rank, and compares it with those that the other ranks have published."""
         if self.rendezvous is None:
             return None
-        self.rendezvous.put(f"calls_{self._topology.rank}", own.to_json())
+        self.rendezvous.put(f"calls_{self._topology.rank}", json.dumps(own))
         calls = {self._topology.rank: own.call}
         for rank in range(self._topology.size):
             published = self.rendezvous.get(f"calls_{rank}") if rank != self._topology.rank else None
-            if published and (call := counterpart(own, Wait.from_json(published))) is not None:
+            if published and (call := counterpart(own, Wait(*json.loads(published)))) is not None:
                 calls[rank] = call
         try:
             check_same_call(dict(sorted(calls.items())))

@@ -28,8 +28,8 @@ CALLS = {1: "kd.init()", 2: "model.fit (start)", 3: "kd.barrier()"}
 
 
 def wait(made: int, loop_number: int = 0, loop_call: str = "", **other: str) -> Wait:
-    calls = {number: call for number, call in CALLS.items() if number <= made}
-    return Wait({**calls, made: other.get("call", CALLS[made])}, loop_number, loop_call)
+    before = [(number, call) for number, call in CALLS.items() if number < made]
+    return Wait([*before, (made, other.get("call", CALLS[made]))], loop_number, loop_call)
 
 
 @pytest.mark.parametrize(
