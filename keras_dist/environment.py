@@ -14,6 +14,7 @@ from typing import Any
 
 from keras_dist import store
 from keras_dist.errors import ConfigurationError
+from keras_dist.permissions import write_whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,8 +139,7 @@ def note_commit(step: int) -> None:
     """
     if path := get(COMMITTED):
         with contextlib.suppress(OSError):  # the training continues, though it may not be started again
-            Path(f"{path}.part").write_text(str(step))
-            os.replace(f"{path}.part", path)
+            write_whole(Path(path), str(step).encode())
 
 
 def check_host_name(several_hosts: bool) -> None:

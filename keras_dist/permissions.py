@@ -1,7 +1,4 @@
-"""Refuses files that other users of the machine could have written, and whose content this process would run.
-
-Also the lock of what several processes of this user make only once.
-"""
+"""Files that processes of this user share: written whole, locked, and refused if other users can write to them."""
 
 from __future__ import annotations
 
@@ -15,6 +12,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from keras_dist.errors import ConfigurationError
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a file that is complete as soon as it is there, whenever this process is killed."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_bytes(data)
+    part.replace(path)
 
 
 def make_private_folder(path: Path) -> None:

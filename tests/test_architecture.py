@@ -30,7 +30,7 @@ LAYERS = (
 )  # fmt: skip
 # Packages beside the layers, and all that they may see of them at import.
 BESIDE = {
-    "launcher": {"errors", "environment", "store", "backends"},  # of the backends, the registry
+    "launcher": {"errors", "permissions", "environment", "store", "backends"},  # of the backends, the registry
     "horovod_build": {"errors", "permissions", "environment", "launcher", "progress"},
     "testing": {"errors", "environment", "launcher", "backends"},
     "diagnostics": {

@@ -27,6 +27,7 @@ from keras_dist.compat.tpu_emulation import CompilerError, OutOfMemoryError
 from keras_dist.diagnostics import captured
 from keras_dist.diagnostics.report import Report, Target
 from keras_dist.errors import ConfigurationError, DistributionError
+from keras_dist.permissions import write_whole
 
 # These only call functions, whose operations are checked.
 _CALLS = {
@@ -283,9 +284,7 @@ class DryRun:
         self._is_cached = False
         result = work()
         self.answers.mkdir(parents=True, exist_ok=True)
-        part = file.with_name(f".{file.name}.part")
-        part.write_text(json.dumps(result))
-        part.replace(file)
+        write_whole(file, json.dumps(result).encode())
         return result
 
     def _compile(self, report: Report, traced: tpu_emulation.Traced) -> list[Any]:

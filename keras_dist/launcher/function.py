@@ -19,6 +19,7 @@ from keras_dist.errors import ConfigurationError, WorkerError
 from keras_dist.launcher.job import Job, Outcome, make_cluster
 from keras_dist.launcher.output import CellConsole
 from keras_dist.launcher.processes import LocalRanks, Received, on_stop_signals
+from keras_dist.permissions import write_whole
 
 
 def cloudpickle_module() -> Any:
@@ -185,14 +186,8 @@ def run_call(folder: str) -> None:
                     "Return what can be pickled: numbers, arrays, `history.history`, a Keras model; or save it to a "
                     "file.",
                 ) from error
-            _write(Path(folder, _RESULT), data)
+            write_whole(Path(folder, _RESULT), data)
     except BaseException as error:
-        _write(Path(folder, _ERROR.format(rank)), dumps_failure(error, __file__))
+        write_whole(Path(folder, _ERROR.format(rank)), dumps_failure(error, __file__))
         raise
 
-
-def _write(path: Path, data: bytes) -> None:
-    """Writes a file that is complete as soon as it is there: the rank may be killed at any time."""
-    part = path.with_suffix(".part")
-    part.write_bytes(data)
-    os.replace(part, path)
