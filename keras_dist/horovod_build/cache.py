@@ -12,7 +12,7 @@ import shutil
 import sysconfig
 import tempfile
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from keras_dist import environment
@@ -66,13 +66,15 @@ def check_requirements(options: BuildOptions, environ: Mapping[str, str]) -> str
     Names all that is missing, and how to install it.
     """
     missing, packages = [], []
-    for tool, (programs, of_managers) in TOOLS.items():
+    for tool, (programs, names) in TOOLS.items():
         wanted = environ.get("CXX", "").split()[:1] if tool == COMPILER else []
         is_there = any(shutil.which(program, path=environ.get("PATH", "")) for program in wanted or programs)
         if not is_there and (options.mpi or "--mpi" not in tool):
             missing.append(tool)
-            packages.append(of_managers)
-    remedies = _install_lines(packages, environ) if packages else []
+            packages.append(names)
+    commands = ("sudo apt-get install -y", "sudo dnf install -y", "conda install -c conda-forge")
+    of_managers = zip(*packages, strict=True)
+    remedies = [" ".join([command, *names]) for command, names in zip(commands, of_managers, strict=False)]
     if (tensorflow := installed_tensorflow()) is None:
         missing.append("TensorFlow")
         remedies.append("python -m pip install 'keras_dist[cpu]'   (or [gpu], [tpu]; or any TensorFlow you prefer)")
@@ -83,22 +85,9 @@ def check_requirements(options: BuildOptions, environ: Mapping[str, str]) -> str
         raise ConfigurationError(
             "Something is missing that is needed to compile Horovod for the installed TensorFlow.",
             "no " + "; no ".join(missing),
-            "\n  ".join(["Install it and run this again:", *remedies]),
+            "\n  ".join(["Install it, with the package manager that you have, and run this again:", *remedies]),
         )
     return tensorflow
-
-
-def _install_lines(packages: Sequence[tuple[str, str, str]], environ: Mapping[str, str]) -> list[str]:
-    """Returns the command that installs packages on this system; on an unknown system, one command for each known."""
-    apt, dnf, conda = map(" ".join, zip(*packages, strict=True))
-    for_conda = f"conda install -c conda-forge {conda}"
-    if environ.get("CONDA_PREFIX"):
-        return [for_conda]
-    lines = {"apt-get": f"sudo apt-get install -y {apt}", "dnf": f"sudo dnf install -y {dnf}"}
-    # The system's directories too: a PATH that lacks the compiler may lack these as well.
-    path = ":".join([environ.get("PATH", ""), "/usr/bin", "/bin"])
-    found = [line for program, line in lines.items() if shutil.which(program, path=path)]
-    return found or [*lines.values(), for_conda]
 
 
 @dataclasses.dataclass(frozen=True)
