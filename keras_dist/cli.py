@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib
 import importlib.metadata
 import shlex
@@ -12,25 +11,16 @@ from collections.abc import Sequence
 
 from keras_dist.errors import ConfigurationError, DistributionError, Stopped
 
-
-@dataclasses.dataclass(frozen=True)
-class Command:
-    """A subcommand; its module has `add_arguments(parser) -> None` and `main(args) -> int`."""
-
-    summary: str
-    module: str
-
-
-# The one place to add a command.
+# The one place to add a command: its summary, and its module with `add_arguments(parser)` and `main(args) -> int`.
 COMMANDS = {
-    "run": Command("run a script as several processes, on one machine or many", "keras_dist.launcher.cli"),
-    "kube": Command("print the manifests of a job for Kubernetes", "keras_dist.launcher.kube"),
-    "serve": Command("keep a worker or a parameter server running", "keras_dist.launcher.serve"),
-    "install-horovod": Command("build Horovod for the installed TensorFlow", "keras_dist.horovod_build.cli"),
-    "dry-run": Command("compile a script's training step for a TPU, without a TPU", "keras_dist.diagnostics.process"),
-    "commits": Command("list what a killed training can resume from", "keras_dist.state.cli"),
-    "selftest": Command("test that ranks on your machines sum and train right", "keras_dist.diagnostics.selftest"),
-    "env": Command("show versions, hardware and the chosen backend for a bug report", "keras_dist.diagnostics.env"),
+    "run": ("run a script as several processes, on one machine or many", "keras_dist.launcher.cli"),
+    "kube": ("print the manifests of a job for Kubernetes", "keras_dist.launcher.kube"),
+    "serve": ("keep a worker or a parameter server running", "keras_dist.launcher.serve"),
+    "install-horovod": ("build Horovod for the installed TensorFlow", "keras_dist.horovod_build.cli"),
+    "dry-run": ("compile a script's training step for a TPU, without a TPU", "keras_dist.diagnostics.process"),
+    "commits": ("list what a killed training can resume from", "keras_dist.state.cli"),
+    "selftest": ("test that ranks on your machines sum and train right", "keras_dist.diagnostics.selftest"),
+    "env": ("show versions, hardware and the chosen backend for a bug report", "keras_dist.diagnostics.env"),
 }
 
 EPILOG = """\
@@ -57,12 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] not in COMMANDS:
         return _answer(argv)
-    command = COMMANDS[argv[0]]
+    summary, name = COMMANDS[argv[0]]
     try:
-        module = importlib.import_module(command.module)
+        module = importlib.import_module(name)
         parser = argparse.ArgumentParser(
             prog=f"keras-dist {argv[0]}",
-            description=f"{command.summary[0].upper()}{command.summary[1:]}.",
+            description=f"{summary[0].upper()}{summary[1:]}.",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
@@ -86,7 +76,7 @@ def _answer(argv: Sequence[str]) -> int:
         print(f"keras-dist: {error}", file=sys.stderr)
         return _EXIT_USAGE
     width = max(len(name) for name in COMMANDS)
-    commands = "\n".join(f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items())
+    commands = "\n".join(f"  {name:{width}}  {summary}" for name, (summary, _) in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="keras-dist",
         usage="keras-dist COMMAND [options]",

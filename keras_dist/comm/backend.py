@@ -8,12 +8,10 @@ of the training goes through it.
 from __future__ import annotations
 
 import abc
-import contextlib
 import dataclasses
 import http.client
 import re
 import time
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -29,29 +27,28 @@ class Rendezvous:
     """A client of a key-value store, at a host and port. A `secret` signs the requests, if the store has one."""
 
     def __init__(self, address: tuple[str, int], secret: str = "") -> None:
-        self._address = f"http://{address[0]}:{address[1]}"
-        self._secret = secret
-        # The user's proxy is for the internet, not for the launcher.
-        self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+        self._address, self._secret = address, secret
 
     def put(self, key: str, value: str) -> None:
         """Stores a text. Ignores errors: the store only improves messages, so it must not break training."""
-        request = self._request("PUT", key, value.encode())
-        with contextlib.suppress(OSError, http.client.HTTPException):
-            self._open(request, timeout=_REQUEST_SECONDS).close()
+        self._ask("PUT", key, value)
 
     def get(self, key: str) -> str | None:
         """Returns a stored text, `None` if there is none or the store has ended."""
+        return self._ask("GET", key)
+
+    def _ask(self, method: str, key: str, value: str = "") -> str | None:
+        path, body = f"/keras_dist_{key}/v", value.encode()
+        headers = {store.SIGNATURE: store.signature(self._secret, method, path, body)} if self._secret else {}
+        connection = http.client.HTTPConnection(*self._address, timeout=_REQUEST_SECONDS)
         try:
-            with self._open(self._request("GET", key), timeout=_REQUEST_SECONDS) as response:
-                return str(response.read().decode())
+            connection.request(method, path, body, headers)
+            response = connection.getresponse()
+            return response.read().decode() if response.status == http.HTTPStatus.OK else None
         except (OSError, http.client.HTTPException):
             return None
-
-    def _request(self, method: str, key: str, body: bytes | None = None) -> urllib.request.Request:
-        path = f"/keras_dist_{key}/v"
-        signature = {store.SIGNATURE: store.signature(self._secret, method, path, body or b"")} if self._secret else {}
-        return urllib.request.Request(self._address + path, data=body, headers=signature, method=method)
+        finally:
+            connection.close()
 
 
 def join(launch: Launch) -> Rendezvous | None:

@@ -190,7 +190,6 @@ class LoopWaits:
 
 
 _WAITED_SECONDS = 2.0
-_WARN_SECONDS = 60.0
 _TICK_SECONDS = 0.5
 _LIVENESS_SECONDS = 1.0
 _URGENT_SECONDS = 0.2
@@ -250,7 +249,7 @@ class Watchdog:
         self._number = 0
         self._entered: float | None = None
         self._loop_waits: LoopWaits | None = None  # until there is a custom loop
-        self._last_position, self._position_since, self._has_warned = (0, ""), 0.0, False
+        self._last_position, self._position_since = (0, ""), 0.0
         self._cause: DistributionError | None = None
         self._closed, self._is_urgent = threading.Event(), threading.Event()
         self._others = {rank: server for rank, server in enumerate(servers) if rank != topology.rank}
@@ -365,7 +364,7 @@ class Watchdog:
             return now - entered
         position = self._position()
         if position != self._last_position:
-            self._last_position, self._position_since, self._has_warned = position, now, False
+            self._last_position, self._position_since = position, now
         return now - self._position_since if position[1] else 0.0
 
     def _wait(self) -> Wait:
@@ -390,19 +389,14 @@ class Watchdog:
 
     def _timeout(self, wait: Wait, seconds: float) -> MismatchError | None:
         """Returns an error if this rank has waited too long in a custom loop, where nothing else ends the wait."""
-        if not wait.loop_call or self._limit is None:
+        if not wait.loop_call or self._limit is None or seconds <= self._limit:
             return None
-        if seconds > self._limit:
-            return MismatchError(
-                f"Not all ranks have made the same call within {self._limit:g} s.",
-                f"{self._topology} waits in {wait.loop_call}",
-                "Make the call on every rank, for every batch: move it out of `if kd.is_chief():`. If a rank needs "
-                f"more time for other work, set {WAIT_TIMEOUT} (seconds).",
-            )
-        if seconds > _WARN_SECONDS and not self._has_warned:
-            self._has_warned = True
-            logger().warning("has waited for other ranks for %d s, in %s", seconds, wait.loop_call)
-        return None
+        return MismatchError(
+            f"Not all ranks have made the same call within {self._limit:g} s.",
+            f"{self._topology} waits in {wait.loop_call}",
+            "Make the call on every rank, for every batch: move it out of `if kd.is_chief():`. If a rank needs more "
+            f"time for other work, set {WAIT_TIMEOUT} (seconds).",
+        )
 
 
 _Result = TypeVar("_Result")

@@ -155,7 +155,7 @@ def test_every_keras_dist_command_is_one_that_the_command_line_takes() -> None:
     found = [words[1:] for words in commands() if words[0].endswith("keras-dist")]
     assert {words[0] for words in found} >= {"run", "install-horovod"}
     for command, *arguments in found:
-        module = importlib.import_module(COMMANDS[command].module)
+        module = importlib.import_module(COMMANDS[command][1])
         parser = argparse.ArgumentParser(allow_abbrev=False)
         module.add_arguments(parser)
         args = parser.parse_args(arguments)
@@ -170,7 +170,7 @@ def test_the_options_of_commands_in_the_text_exist() -> None:
     text = "".join(map(prose, MANUAL))
     for command, option in re.findall(r"`(?:keras-dist )?(run|install-horovod) (--[\w-]+)", text):
         parser = argparse.ArgumentParser()
-        importlib.import_module(COMMANDS[command].module).add_arguments(parser)
+        importlib.import_module(COMMANDS[command][1]).add_arguments(parser)
         assert option in parser.format_help()
 
 
