@@ -329,7 +329,7 @@ def processor_features() -> list[str]:
 
 # --- Slurm ---
 
-FIRST_PORT, PORTS = 20000, 10000  # below the range from which Linux assigns ports
+PORTS = range(20000, 30000)  # below those from which Linux assigns ports
 _LARGEST_STEP = 0xFFFFFFF0  # <slurm/slurm.h>: larger ones are no steps of `srun`, but the batch script, `salloc`, ...
 
 
@@ -381,7 +381,7 @@ def _slurm_launch(environ: Mapping[str, str]) -> Launch | None:
     if environ.get("SLURMD_NODENAME", own) != own:
         raise _bad_step(f"Slurm's variables say that this task runs on {own}, and that it does not.", environ)
     # Ports of their own for each step, also if several jobs, whose numbers are close, share a node.
-    first = FIRST_PORT + (31 * job + step) * max(counts) % (PORTS - max(counts))
+    first = PORTS[(31 * job + step) * max(counts) % (len(PORTS) - max(counts))]
     places = zip(hosts if len(hosts) > 1 else [store.LOOPBACK], counts, strict=True)
     workers = tuple(f"{host}:{first + index}" for host, count in places for index in range(count))
     topology = Topology(sum(counts[:node]) + local_rank, size, local_rank, counts[node])

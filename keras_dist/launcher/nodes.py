@@ -293,17 +293,9 @@ def way_to(host: str) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Returns free ports of this machine, outside of the range from which the kernel assigns ports.
-
-    The ranks bind them seconds later: by then, the kernel could have given a port of its range to another program.
-    """
-    try:
-        lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    except (OSError, ValueError):
-        lowest = 32768
-    candidates = range(lowest // 2, lowest) if lowest > 4096 else range(49152, 65536)
+    """Returns free ports of this machine, which no other program gets until the ranks bind them, seconds later."""
     ports: list[int] = []
-    for port in random.SystemRandom().sample(candidates, len(candidates)):
+    for port in random.SystemRandom().sample(environment.PORTS, len(environment.PORTS)):
         if len(ports) == count:
             break
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -441,7 +433,7 @@ def _slurm(environ: Mapping[str, str]) -> Told | None:
     is_one_node = environ.get("SLURM_STEP_NUM_NODES") == "1"
     host = store.LOOPBACK if is_one_node else environment.slurm_hosts(environ)[0]
     number = int(job if job.isdecimal() else 0) + int(step)
-    rendezvous = f"{host}:{environment.FIRST_PORT + number % environment.PORTS}"
+    rendezvous = f"{host}:{environment.PORTS[number % len(environment.PORTS)]}"
     return Told(environ["SLURM_STEP_NUM_TASKS"], environ["SLURM_PROCID"], rendezvous, has_munge=True, ranks=1)
 
 
