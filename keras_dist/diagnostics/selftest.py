@@ -57,10 +57,10 @@ def main(args: argparse.Namespace) -> int:
 
         return selftest_ranks.main()
     told = nodes.told_by(environment.current())
-    if args.num_processes is None and args.hosts is None and told.ranks is None:
+    if args.num_processes is None and args.hosts is None and "num_processes" not in told:
         args.num_processes = "2"
     args.module, args.target = True, ["keras_dist.diagnostics.selftest_ranks"]
     code = launcher.main(args)
-    if code == 0 and (args.node_rank or told.index or "0") == "0":
+    if code == 0 and (args.node_rank or "0") == "0":
         print("ok      end: all ranks have ended with exit code 0")
     return code

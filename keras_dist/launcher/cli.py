@@ -16,7 +16,7 @@ from keras_dist.errors import ConfigurationError
 from keras_dist.launcher.cluster import Cluster, ParameterServerCluster
 from keras_dist.launcher.job import COMMIT_SECONDS, LAUNCHABLE, command_of, launch, make_cluster, without_dashes
 from keras_dist.launcher.joining import Nodes, Place, follow
-from keras_dist.launcher.nodes import Told, address_of, free_ports, own_address, parse_hosts, started, told_by
+from keras_dist.launcher.nodes import address_of, free_ports, own_address, parse_hosts, started, told_by
 from keras_dist.launcher.output import CHIEF, MODES
 from keras_dist.launcher.processes import LocalRanks, inherited, interrupted_by_stop_signals
 from keras_dist.launcher.serve import CLUSTER_FILE, serve_all
@@ -94,8 +94,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     environ = environment.current()
-    told = told_by(environ)
-    place = _place(args, told, environ)
+    if args.hosts is None:
+        for option, value in told_by(environ).items():
+            if getattr(args, option) is None and not (option == "num_processes" and args.workers is not None):
+                setattr(args, option, value)
+    place = None if args.hosts is not None else _place(args, environ)
     is_alone = place is None and args.hosts is None
     served = _parameter_servers(args, is_alone)
     if served is not None and args.serve:
@@ -106,8 +109,6 @@ def main(args: argparse.Namespace) -> int:
             )
         return serve_all(*served, args.target[0] if args.target else CLUSTER_FILE, environ)
     command = _command(args.module, args.target, environ)
-    if args.num_processes is None and args.workers is None and told.ranks is not None:
-        args.num_processes = str(told.ranks)
     log_dir = None if args.log_dir is None else Path(args.log_dir)
     here = LocalRanks(command, environ, args.output, log_dir)
     limits = _integer(args.max_restarts, "--max-restarts", 0), _grace(args.grace)
@@ -174,14 +175,10 @@ def _backend(args: argparse.Namespace) -> str:
     return next(iter(LAUNCHABLE)) if args.backend == "auto" else str(args.backend)
 
 
-def _place(args: argparse.Namespace, told: Told, environ: Mapping[str, str]) -> Place | None:
+def _place(args: argparse.Namespace, environ: Mapping[str, str]) -> Place | None:
     """Returns where this node is among several, `None` if it is the only one."""
-    options = {
-        "--nnodes": args.nnodes or told.count,
-        "--node-rank": args.node_rank or told.index,
-        "--rendezvous": args.rendezvous or told.rendezvous,
-    }
-    given = {name: value for name, value in options.items() if value is not None}
+    options = {"--nnodes": args.nnodes, "--node-rank": args.node_rank, "--rendezvous": args.rendezvous}
+    given = {name: value for name, value in options.items() if value}
     if given == {"--nnodes": "1"} or (not given and args.interface is None):
         return None
     host, _, port = (options["--rendezvous"] or "").rpartition(":")
@@ -200,7 +197,8 @@ def _place(args: argparse.Namespace, told: Told, environ: Mapping[str, str]) -> 
     if count == 1:
         return None
     secret = environ.get(environment.SECRET, "")
-    return Place(count, int(index), host, int(port), secret, args.interface, told.has_munge and not secret)
+    has_munge = environment.is_slurm_task(environ) and not secret
+    return Place(count, int(index), host, int(port), secret, args.interface, has_munge)
 
 
 def _size(args: argparse.Namespace, command: Sequence[str], place: Place | None, served: Served) -> int:

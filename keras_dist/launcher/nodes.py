@@ -399,49 +399,35 @@ def _script(command: Sequence[str], environ: Mapping[str, str]) -> str:
 JOB_INDEX = "JOB_COMPLETION_INDEX"  # Kubernetes's variable in a pod of an Indexed Job
 
 
-@dataclasses.dataclass(frozen=True)
-class Told:
-    """What a scheduler tells a launcher."""
-
-    count: str | None = None  # of launchers, which are the nodes of the job
-    index: str | None = None
-    rendezvous: str | None = None  # `"host:port"` of node 0
-    has_munge: bool = False  # whether MUNGE proves to the launchers that all are of the same user
-    ranks: int | None = None  # how many each has, if the user doesn't say it
-
-
-def told_by(environ: Mapping[str, str]) -> Told:
-    """Returns what this launcher was told. What the user has set comes before what the scheduler says."""
+def told_by(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the options that this launcher was told. What the user has set comes before what the scheduler says."""
     if environ.get(environment.LAUNCHER):  # a rank, whose place is that of its own launcher
-        return Told()
+        return {}
     # A pod of an Indexed Job of Kubernetes, also of a JobSet, has variables for the number of pods and node 0.
-    of_pod = Told(index=environ.get(JOB_INDEX) or None) if environ.get(environment.NNODES) else Told()
-    found = _slurm(environ) or _train_job(environ) or of_pod
-    return dataclasses.replace(
-        found,
-        count=environ.get(environment.NNODES) or found.count,
-        index=environ.get(environment.NODE_RANK) or found.index,
-        rendezvous=environ.get(environment.RENDEZVOUS) or found.rendezvous,
-    )
+    of_pod = {"node_rank": environ.get(JOB_INDEX, "")} if environ.get(environment.NNODES) else {}
+    of_user = {"nnodes": environment.NNODES, "node_rank": environment.NODE_RANK, "rendezvous": environment.RENDEZVOUS}
+    set_by_user = {option: environ[name] for option, name in of_user.items() if environ.get(name)}
+    return {**(_slurm(environ) or _train_job(environ) or of_pod), **set_by_user}
 
 
-def _slurm(environ: Mapping[str, str]) -> Told | None:
+def _slurm(environ: Mapping[str, str]) -> dict[str, str]:
     """A task of `srun`. A launcher in the shell of `salloc` or the script of `sbatch` is alone."""
     if not environment.is_slurm_task(environ):
-        return None
+        return {}
     step, job = environ["SLURM_STEP_ID"], environ.get("SLURM_JOB_ID", "0")
     is_one_node = environ.get("SLURM_STEP_NUM_NODES") == "1"
     host = store.LOOPBACK if is_one_node else environment.slurm_hosts(environ)[0]
-    number = int(job if job.isdecimal() else 0) + int(step)
-    rendezvous = f"{host}:{environment.PORTS[number % len(environment.PORTS)]}"
-    return Told(environ["SLURM_STEP_NUM_TASKS"], environ["SLURM_PROCID"], rendezvous, has_munge=True, ranks=1)
+    port = environment.PORTS[(int(job if job.isdecimal() else 0) + int(step)) % len(environment.PORTS)]
+    place = {"nnodes": environ["SLURM_STEP_NUM_TASKS"], "node_rank": environ["SLURM_PROCID"]}
+    return {**place, "rendezvous": f"{host}:{port}", "num_processes": "1"}
 
 
-def _train_job(environ: Mapping[str, str]) -> Told | None:
+def _train_job(environ: Mapping[str, str]) -> dict[str, str]:
     """A node of a TrainJob of Kubeflow, whose variables are those of torchrun."""
     names = ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")
-    count, index, host, port = (environ.get(name) for name in names)
+    count, index, host, port = (environ.get(name, "") for name in names)
     if not (count and index and host and port):
-        return None
+        return {}
     ranks = environ.get("PET_NPROC_PER_NODE", "")
-    return Told(count, index, f"{host}:{port}", ranks=int(ranks) if ranks.isdecimal() else None)
+    told = {"nnodes": count, "node_rank": index, "rendezvous": f"{host}:{port}"}
+    return {**told, "num_processes": ranks} if ranks.isdecimal() else told

@@ -242,3 +242,8 @@ def test_an_unsafe_rendezvous_is_refused(launch: Start, host: str, secret: str, 
         code, _, err = finish(launch(WAIT, node, host=host, KERAS_DIST_SECRET=secret))[0]
         assert code == 2
         assert message in err
+
+
+def test_hosts_are_reached_by_the_interface_that_is_named(commands: Commands, tmp_path: Path) -> None:
+    launcher = commands(*RUN, "-H", "localhost:2", "--interface", "lo", script(tmp_path, "print(rank)"))
+    assert finish(launcher) == [(0, "0\n", "")]

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from keras_dist.cli import main
-from keras_dist.launcher.nodes import Told, told_by
+from keras_dist.launcher.nodes import told_by
 
 LATEST = kubernetes_validate.latest_version()
 VERSIONS = (LATEST, *(pytest.param(version, marks=pytest.mark.ci) for version in ("1.31", "1.34")))  # read in seconds
@@ -56,7 +56,7 @@ def test_the_job_has_what_was_asked_for(capsys: pytest.CaptureFixture[str]) -> N
     assert container["resources"]["limits"] == {"cpu": "500m", "memory": "16Gi", "nvidia.com/gpu": 2}
     assert pod["terminationGracePeriodSeconds"] > 45
     variables = {each["name"]: each.get("value") for each in container["env"]} | {"JOB_COMPLETION_INDEX": "2"}
-    assert told_by(variables) == Told("4", "2", "digits-0.digits:29400")
+    assert told_by(variables) == {"nnodes": "4", "node_rank": "2", "rendezvous": "digits-0.digits:29400"}
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     claims = {volume["name"]: volume.get("persistentVolumeClaim") for volume in pod["volumes"]}
     assert [*mounts.values()] == ["/dev/shm", "/data", "/runs"]
