@@ -247,7 +247,7 @@ def _integer(environ: Mapping[str, str], name: str) -> int:
 
 # --- TF_CONFIG ---
 
-_CHIEF_JOBS = ("chief", "master")  # the second is the older name
+_NAMES = {"master": "chief", "coordinator": "chief"}  # other names of the same
 
 
 def _tf_config_launch(environ: Mapping[str, str]) -> Launch | None:
@@ -263,11 +263,14 @@ def _tf_config_launch(environ: Mapping[str, str]) -> Launch | None:
         raise _bad_tf_config("TF_CONFIG is not JSON.", f"TF_CONFIG={text!r} ({error})") from None
     if not isinstance(config, dict) or not isinstance(config.get("cluster") or {}, dict):
         raise _bad_tf_config("TF_CONFIG must be a JSON object with `cluster` and `task`.", f"TF_CONFIG={text!r}")
-    cluster = {job: _addresses(tasks) for job, tasks in (config.get("cluster") or {}).items()}
+    cluster: dict[str, list[str]] = {}
+    for name, tasks in (config.get("cluster") or {}).items():
+        cluster.setdefault(_NAMES.get(name, name), []).extend(_addresses(tasks))
     if not any(cluster.values()):  # some services describe a job of one process like this
         return None
     task = config.get("task") or {}
-    job, index = str(task.get("type")), str(task.get("index"))
+    job, index = (str(task.get(name)) for name in ("type", "index"))
+    job = _NAMES.get(job, job)
     if job == "evaluator":
         raise _bad_tf_config(
             "TF_CONFIG makes this process an evaluator, but kd.init() joins the ranks that train.",
@@ -275,12 +278,9 @@ def _tf_config_launch(environ: Mapping[str, str]) -> Launch | None:
             "Evaluate in the training job (`validation_data`, `model.evaluate`: all ranks share the work), or start "
             "this script without TF_CONFIG and load the model that the chief saves.",
         )
-    jobs: Sequence[str] = (*_CHIEF_JOBS, "worker")
-    if has_servers := bool(cluster.get("ps")):
-        names = {"coordinator": "chief", "master": "chief"}
-        cluster = {names.get(name, name): tasks for name, tasks in cluster.items()}
-        jobs, job = [*cluster], names.get(job, job)
-    elif {*cluster} - {*jobs, "evaluator", "ps"} or sum(len(cluster.get(name, ())) for name in _CHIEF_JOBS) > 1:
+    has_servers = bool(cluster.get("ps"))
+    jobs = [*cluster] if has_servers else ["chief", "worker"]
+    if {*cluster} - {*jobs, "evaluator", "ps"} or len(cluster.get("chief", ())) > 1:
         raise _bad_tf_config(
             "The jobs of TF_CONFIG must be 'worker' and at most one 'chief'.",
             ", ".join(f"{name}: {len(tasks)}" for name, tasks in cluster.items()),
