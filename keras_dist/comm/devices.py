@@ -199,8 +199,6 @@ def bind(launch: Launch) -> int:
             f"KERAS_DIST_BIND={setting!r}",
             "Set it to 0 or 1, or unset it for 1.",
         )
-    if not hasattr(os, "sched_setaffinity"):  # no Linux
-        return max(1, (os.cpu_count() or 1) // ranks)
     cores = sorted(os.sched_getaffinity(0), key=_place)
     is_bound = not environment.slurm_binds(environ) and _are_fewer_than_parents(cores)
     if is_bound or (launch.is_mpi and len(cores) < (os.cpu_count() or 0)):

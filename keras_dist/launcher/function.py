@@ -37,19 +37,15 @@ def dumps_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """Pickles a function and its arguments: by reference what the ranks can import, and the rest by value."""
     cloudpickle, value = cloudpickle_module(), (function, args)
     module = sys.modules.get(getattr(function, "__module__", None) or "")
-    if module is None or _can_be_imported(module.__name__):
+    top = module.__name__.partition(".")[0] if module else ""
+    # Not so a module that was loaded from a file outside of `sys.path`, as pytest may do.
+    if not top or top in sys.builtin_module_names or importlib.machinery.PathFinder.find_spec(top) is not None:
         return bytes(cloudpickle.dumps(value))
     cloudpickle.register_pickle_by_value(module)
     try:
         return bytes(cloudpickle.dumps(value))
     finally:
         cloudpickle.unregister_pickle_by_value(module)
-
-
-def _can_be_imported(name: str) -> bool:
-    """False for a module that was loaded from a file outside of `sys.path`, as pytest may do."""
-    top = name.partition(".")[0]
-    return top in sys.builtin_module_names or importlib.machinery.PathFinder.find_spec(top) is not None
 
 
 def dumps_failure(error: BaseException, own_file: str) -> bytes:
