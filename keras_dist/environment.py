@@ -65,7 +65,6 @@ _OF_LAUNCHERS = (
 )  # fmt: skip
 _SECRET = ("JWT", "KEY", "PASSWORD", "SECRET", "TOKEN")
 
-JOIN_SECONDS = 300.0  # the default of JOIN_TIMEOUT
 COMMITTED_EXIT_CODE = os.EX_TEMPFAIL  # of a rank that was asked to stop and has committed: 75, start me again
 
 
@@ -101,6 +100,11 @@ def seconds(name: str, default: float) -> float:
             f"Unset it for the default of {default:g} s.",
         )
     return number
+
+
+def join_seconds() -> float:
+    """Returns the time limit for joining, of ranks and of nodes."""
+    return seconds(JOIN_TIMEOUT, 300.0)
 
 
 def cores() -> int:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from keras_dist import environment, store
-from keras_dist.environment import Launch, Topology
+from keras_dist.environment import Launch, Topology, join_seconds
 from keras_dist.errors import ConfigurationError, MismatchError, PeerLostError
 
 _POLL_SECONDS = 0.05
@@ -81,11 +81,6 @@ def not_joined(seconds: float, received: str, hint: str = "") -> PeerLostError:
         f"Look at the output of the missing ranks: each must call `kd.init()`. {hint}If they only need longer, set "
         f"{environment.JOIN_TIMEOUT} (seconds).",
     )
-
-
-def join_seconds() -> float:
-    """Returns the time limit for joining."""
-    return environment.seconds(environment.JOIN_TIMEOUT, environment.JOIN_SECONDS)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,7 @@ from keras_dist import environment
 from keras_dist.diagnostics.env import installed_version
 from keras_dist.diagnostics.report import Report, target_of
 from keras_dist.errors import ConfigurationError, DistributionError, Stopped
-from keras_dist.launcher.processes import interrupted_by_stop_signals, running
+from keras_dist.launcher.processes import on_stop_signals, running
 from keras_dist.permissions import locked, refuse_if_others_can_write
 from keras_dist.progress import ProgressLine
 
@@ -286,7 +286,7 @@ def main(args: argparse.Namespace) -> int:
         args.target, sys.stderr, args.search_seconds, not args.no_cache, args.trials,
         script=args.script, arguments=args.arguments, batch=args.batch,
     )  # fmt: skip
-    with interrupted_by_stop_signals(), contextlib.closing(reports):
+    with on_stop_signals(), contextlib.closing(reports):
         return 0 if _show(reports, args.json).ok else 1
 
 

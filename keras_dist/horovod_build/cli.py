@@ -24,7 +24,7 @@ from keras_dist.horovod_build.cache import (
 )
 from keras_dist.launcher import descendants
 from keras_dist.launcher.nodes import LOOPBACK
-from keras_dist.launcher.processes import interrupted_by_stop_signals, output_of
+from keras_dist.launcher.processes import on_stop_signals, output_of
 
 SIZE = 2
 
@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     try:
-        with interrupted_by_stop_signals():
+        with on_stop_signals():
             _install_horovod(args)
     except KeyboardInterrupt:
         _print("Interrupted. Partial builds were removed.")

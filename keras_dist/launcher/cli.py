@@ -18,7 +18,7 @@ from keras_dist.launcher.job import COMMIT_SECONDS, LAUNCHABLE, command_of, laun
 from keras_dist.launcher.joining import Nodes, Place, follow
 from keras_dist.launcher.nodes import address_of, free_ports, own_address, parse_hosts, started, told_by
 from keras_dist.launcher.output import CHIEF, MODES
-from keras_dist.launcher.processes import LocalRanks, inherited, interrupted_by_stop_signals
+from keras_dist.launcher.processes import LocalRanks, inherited, on_stop_signals
 from keras_dist.launcher.serve import CLUSTER_FILE, serve_all
 
 EXAMPLES = """\
@@ -121,7 +121,7 @@ def main(args: argparse.Namespace) -> int:
     if place is None:
         return launch(here, new_cluster, *limits)
     # While it waits for the other nodes: the kernel keeps from process 1 of a pod what it has no handler for.
-    with interrupted_by_stop_signals():
+    with on_stop_signals():
         if place.index == 0:
             return _lead(args, here, limits, new_cluster, place, size)
         return follow(place, size, _backend(args), here)
@@ -165,7 +165,7 @@ def _run_over_ssh(
         place = ["--nnodes", str(count), "--node-rank", str(index), "--rendezvous", f"{address}:{port}"]
         return [sys.executable, "-m", "keras_dist", "run", *place, "-np", str(size), *shown, *target]
 
-    with interrupted_by_stop_signals(), started(hosts, command, secret, inherited(here.environ), args.ssh) as check:
+    with on_stop_signals(), started(hosts, command, secret, inherited(here.environ), args.ssh) as check:
         return _lead(args, here, limits, new_cluster, Place(count, 0, address, port, secret), 0, check)
 
 

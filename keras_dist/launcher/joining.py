@@ -148,7 +148,7 @@ class Place:
 
 def _patiently(tell: Callable[[], None], late: Callable[[float], DistributionError]) -> Iterator[None]:
     """Yields for as long as nodes may take to join; soon tells the user for whom it waits, and at the end raises."""
-    seconds = environment.seconds(environment.JOIN_TIMEOUT, environment.JOIN_SECONDS)
+    seconds = environment.join_seconds()
     start, told = time.monotonic(), False
     while True:
         yield

@@ -11,9 +11,8 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from keras_dist import environment
 from keras_dist.errors import Stopped
@@ -195,22 +194,18 @@ class LocalRanks:
             self.events.put(Ended(rank, result.si_status if result.si_code == os.CLD_EXITED else -result.si_status))
 
 
-def interrupted_by_stop_signals() -> AbstractContextManager[None]:
-    """Raises `Stopped` at a signal that asks this process to stop. For the main thread only."""
-
-    def stop(signum: signal.Signals) -> NoReturn:
-        raise Stopped(signum)
-
-    return on_stop_signals(stop)
-
-
 @contextlib.contextmanager
 def on_stop_signals(
-    handle: Callable[[signal.Signals], object], also: Sequence[signal.Signals] = ()
+    handle: Callable[[signal.Signals], object] | None = None, also: Sequence[signal.Signals] = ()
 ) -> Iterator[None]:
-    """Calls `handle` with each signal that asks this process to stop, or of `also`. For the main thread only."""
+    """Calls `handle`, or raises `Stopped`, at each signal that asks this process to stop, or of `also`.
+
+    For the main thread only.
+    """
 
     def handler(signum: int, frame: object) -> None:
+        if handle is None:
+            raise Stopped(signal.Signals(signum))
         handle(signal.Signals(signum))
 
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *also)
