@@ -218,5 +218,5 @@ class ProcessBackend(Backend):
         if self._watchdog is not None:
             if (cause := self._watchdog.cause()) is not None:
                 return cause
-            missing = self._watchdog.failure_reports.missing()
+            missing = self._watchdog.missing()
         return rank_has_gone(f"{self._sign_of_peer_loss} while this rank was in {self._call}{missing}", self.topology)

@@ -40,97 +40,6 @@ from keras_dist.environment import WAIT_TIMEOUT, Topology
 from keras_dist.errors import DistributionError, MismatchError, PeerLostError
 from keras_dist.logging import logger
 
-_KEY = "failed"
-_READ_SECONDS = 2.0
-_POLL_SECONDS = 0.1
-_LIFE_SECONDS, _LIFE_RANKS = 2.0, 32  # so often a rank shows that it lives; less often if there are more ranks
-
-
-class FailureReports:
-    """Reports the error that ends this process to the other ranks, and reads their reports.
-
-    `explain` returns the error that explains the cause of another one, or this one itself: in a custom training loop
-    the errors of collectives reach the user as they are. If this process `serves` the store, the store ends with it.
-    """
-
-    def __init__(
-        self, topology: Topology, rendezvous: Rendezvous | None, explain: Callable[[BaseException], BaseException],
-        serves: bool = False,
-    ) -> None:  # fmt: skip
-        self._topology, self._rendezvous, self._explain, self._serves = topology, rendezvous, explain, serves
-        self._others = [rank for rank in range(topology.size) if rank != topology.rank]
-        self._previous = sys.excepthook
-        self._has_failed = False
-        self._life_shown = 0.0
-        self._life_seconds = _LIFE_SECONDS * max(1.0, topology.size / _LIFE_RANKS)
-        sys.excepthook = self._excepthook
-        atexit.register(self._report_exit)
-
-    def cause(self) -> PeerLostError | None:
-        """Returns the error that says which other rank failed first, and how; `None` if no report is known."""
-        rank, found, report = (self._get(_KEY) or "").partition(" ")
-        if not found or int(rank) == self._topology.rank:
-            return None
-        return PeerLostError(
-            f"Rank {rank} has failed, so {self._topology} can't continue.", report, f"Fix the error on rank {rank}."
-        )
-
-    def confirm(self) -> None:
-        """Tells a rank that serves the store that this rank has read its report."""
-        self._put(f"read_{self._topology.rank}", "1")
-
-    def _report_exit(self) -> None:
-        if not self._has_failed:
-            self._put(f"left_{self._topology.rank}", "1")
-
-    def has_exited(self, rank: int) -> bool:
-        """True if a rank has reported that it ends without an error."""
-        return self._get(f"left_{rank}") is not None
-
-    def show_life(self) -> None:
-        """Shows the other ranks that this one is not stopped, if that is due. Called often, from a thread."""
-        if time.monotonic() - self._life_shown > self._life_seconds:
-            self._life_shown = time.monotonic()
-            self._put(f"life_{self._topology.rank}", str(self._life_shown))
-
-    def missing(self) -> str:
-        """Returns which ranks have ended, or have shown no life for a while; an empty text if none is known to."""
-        asks = f"asks_{self._topology.rank}"
-        self._put(asks, "1")
-        if self._rendezvous is not None and self._get(asks) is None:
-            return "; its launcher does not answer any more (it has ended, or one of the machines is cut off)"
-        if exited := [rank for rank in self._others if self.has_exited(rank)]:
-            return "".join(f"; rank {rank} has ended without an error" for rank in exited)
-        before = {rank: life for rank in self._others if (life := self._get(f"life_{rank}")) is not None}
-        if before:
-            time.sleep(self._life_seconds + 2 * _POLL_SECONDS)
-        silent = [rank for rank, life in before.items() if self._get(f"life_{rank}") == life]
-        return "".join(f"; rank {rank} shows no life" for rank in silent)
-
-    def _excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self._has_failed = True
-        explained = self._explain(error)
-        # A rank that only lost another one is not the cause.
-        is_cause = self._rendezvous is not None and not isinstance(explained, PeerLostError)
-        if is_cause and self._get(_KEY) is None:
-            self._put(_KEY, f"{self._topology.rank} {type(explained).__name__}: {explained}")
-        if explained is not error:
-            explained.__cause__ = error
-            kind, trace = type(explained), explained.__traceback__
-        self._previous(kind, explained, trace)
-        if is_cause and self._serves:
-            # The other ranks get time to read the report, because the store ends with this process.
-            deadline, unread = time.monotonic() + _READ_SECONDS, self._others
-            while time.monotonic() < deadline and (unread := [r for r in unread if not self._get(f"read_{r}")]):
-                time.sleep(_POLL_SECONDS)
-
-    def _get(self, key: str) -> str | None:
-        return None if self._rendezvous is None else self._rendezvous.get(key)
-
-    def _put(self, key: str, value: str) -> None:
-        if self._rendezvous is not None:
-            self._rendezvous.put(key, value)
-
 
 def rank_has_gone(received: str, topology: Topology) -> PeerLostError:
     """Returns the error of a rank that knows only that another rank is gone, and not why."""
@@ -189,6 +98,10 @@ class LoopWaits:
         return int(self._number.numpy()), self._calls[int(self._call.numpy())]
 
 
+_KEY = "failed"
+_READ_SECONDS = 2.0
+_POLL_SECONDS = 0.1
+_LIFE_SECONDS, _LIFE_RANKS = 2.0, 32  # so often a rank shows that it lives; less often if there are more ranks
 _WAITED_SECONDS = 2.0
 _TICK_SECONDS = 0.5
 _LIVENESS_SECONDS = 1.0
@@ -235,31 +148,39 @@ def counterpart(own: Wait, other: Wait) -> str | None:
 class Watchdog:
     """Watches the collective calls of this rank from a thread; and whether the other ranks are alive, by their servers.
 
-    `abort` is called with the reason, and ends all pending collectives with an error. `limit` is the number of seconds
-    that a rank may wait in a custom loop; `None` for any. `servers` are the addresses of the ranks' TensorFlow servers.
+    Reports the error that ends this process to the other ranks, and reads their reports. `explain` returns the error
+    that explains another one, or this one itself: in a custom training loop the errors of collectives reach the user as
+    they are. `abort` is called with the reason, and ends all pending collectives with an error. `limit` is the number
+    of seconds that a rank may wait in a custom loop; `None` for any. `servers` are the addresses of the ranks'
+    TensorFlow servers. If this process `serves` the store, the store ends with it.
     """
 
     def __init__(
-        self, topology: Topology, rendezvous: Rendezvous | None, failure_reports: FailureReports,
-        abort: Callable[[str], None], limit: float | None = None, servers: Sequence[str] = (),
+        self, topology: Topology, rendezvous: Rendezvous | None, explain: Callable[[BaseException], BaseException],
+        abort: Callable[[str], None], limit: float | None = None, servers: Sequence[str] = (), serves: bool = False,
     ) -> None:  # fmt: skip
-        self._topology, self._abort, self._limit = topology, abort, limit
-        self.rendezvous, self.failure_reports = rendezvous, failure_reports
+        self.rendezvous = rendezvous
+        self._topology, self._explain, self._abort = topology, explain, abort
+        self._limit, self._servers, self._serves = limit, servers, serves
+        self._others = [rank for rank in range(topology.size) if rank != topology.rank]
         self._calls: collections.deque[tuple[int, str]] = collections.deque(maxlen=64)
         self._number = 0
         self._entered: float | None = None
         self._loop_waits: LoopWaits | None = None  # until there is a custom loop
         self._last_position, self._position_since = (0, ""), 0.0
         self._cause: DistributionError | None = None
-        self._closed, self._is_urgent = threading.Event(), threading.Event()
-        self._others = {rank: server for rank, server in enumerate(servers) if rank != topology.rank}
+        self._has_failed = False
+        self._life_shown = 0.0
+        self._life_seconds = _LIFE_SECONDS * max(1.0, topology.size / _LIFE_RANKS)
         self._gone: dict[int, str] = {}  # ranks, and how that was noticed
         self._answer_seconds = environment.seconds(environment.ANSWER_TIMEOUT, _SILENT_SECONDS)
+        self._closed, self._is_urgent = threading.Event(), threading.Event()
         self._thread = self._start(self._watch_calls)
         if servers:
             self._start(self._watch_ranks)
-        for rank in self._others:
-            self._start(self._watch_rank, rank)
+            for rank in self._others:
+                self._start(self._watch_rank, rank)
+        self._previous, sys.excepthook = sys.excepthook, self._excepthook
         atexit.register(self.close)
 
     def _start(self, target: Callable[..., None], *args: int) -> threading.Thread:
@@ -295,13 +216,15 @@ class Watchdog:
         """Ends the thread, because it must not be inside TensorFlow when the process ends."""
         self._closed.set()
         self._thread.join(_TICK_SECONDS)
+        if not self._has_failed:
+            self._put(f"left_{self._topology.rank}", "1")
 
     def cause(self) -> DistributionError | None:
         """Returns why the collectives ended, as soon as it is known; `None` if no rank knows."""
         self._is_urgent.set()
-        deadline = time.monotonic() + (_CAUSE_SECONDS if self._others else _TICK_SECONDS)
+        deadline = time.monotonic() + (_CAUSE_SECONDS if self._servers else _TICK_SECONDS)
         while self._cause is None and time.monotonic() < deadline:
-            if (reported := self.failure_reports.cause()) is not None:
+            if (reported := self._reported()) is not None:
                 self._cause = reported
             time.sleep(_TICK_SECONDS / 10)
         return self._cause
@@ -312,7 +235,9 @@ class Watchdog:
 
     def _watch_calls(self) -> None:
         while not self._closed.wait(_TICK_SECONDS):
-            self.failure_reports.show_life()
+            if time.monotonic() - self._life_shown > self._life_seconds:
+                self._life_shown = time.monotonic()
+                self._put(f"life_{self._topology.rank}", str(self._life_shown))
             seconds = self._seconds()
             if seconds < _WAITED_SECONDS:
                 continue
@@ -323,26 +248,25 @@ class Watchdog:
                 return
 
     def _watch_ranks(self) -> None:
-        has_exited = self.failure_reports.has_exited
         while self._waits():
-            failure, gone = self.failure_reports.cause(), dict(self._gone)
+            failure, gone = self._reported(), dict(self._gone)
             if failure is None and not gone:
                 continue
-            if failure is None and all(map(has_exited, gone)):
+            if failure is None and all(map(self._has_exited, gone)):
                 self._is_urgent.wait(_EXIT_SECONDS)
             parts = [
-                f"rank {rank} at {self._others[rank]} {'has ended' if has_exited(rank) else how}"
+                f"rank {rank} at {self._servers[rank]} {'has ended' if self._has_exited(rank) else how}"
                 for rank, how in sorted(gone.items())
             ]
-            cause = self.failure_reports.cause() or rank_has_gone(", ".join(parts), self._topology)
-            self.failure_reports.confirm()
+            cause = self._reported() or rank_has_gone(", ".join(parts), self._topology)
+            self._put(f"read_{self._topology.rank}", "1")  # for the rank that serves the store
             self._end(cause)
             return
 
     def _watch_rank(self, rank: int) -> None:
         refused, seconds = 0, self._answer_seconds
         while refused < _ATTEMPTS and self._waits():
-            why = why_no_grpc(self._others[rank], seconds)
+            why = why_no_grpc(self._servers[rank], seconds)
             refused = refused + 1 if why else 0
             if why == NO_ANSWER:
                 self._gone[rank] = f"has not answered for {seconds:g} s (it is stopped, or its machine is cut off)"
@@ -373,12 +297,10 @@ class Watchdog:
 
     def _mismatch(self, own: Wait) -> MismatchError | None:
         """Publishes the wait of this rank, and compares it with those that the other ranks have published."""
-        if self.rendezvous is None:
-            return None
-        self.rendezvous.put(f"calls_{self._topology.rank}", json.dumps(own))
+        self._put(f"calls_{self._topology.rank}", json.dumps(own))
         calls = {self._topology.rank: own.call}
-        for rank in range(self._topology.size):
-            published = self.rendezvous.get(f"calls_{rank}") if rank != self._topology.rank else None
+        for rank in self._others:
+            published = self._get(f"calls_{rank}")
             if published and (call := counterpart(own, Wait(*json.loads(published)))) is not None:
                 calls[rank] = call
         try:
@@ -397,6 +319,59 @@ class Watchdog:
             "Make the call on every rank, for every batch: move it out of `if kd.is_chief():`. If a rank needs more "
             f"time for other work, set {WAIT_TIMEOUT} (seconds).",
         )
+
+    # --- Reports ---
+
+    def _reported(self) -> PeerLostError | None:
+        """Returns the error that says which other rank failed first, and how; `None` if no report is known."""
+        rank, found, report = (self._get(_KEY) or "").partition(" ")
+        if not found or int(rank) == self._topology.rank:
+            return None
+        return PeerLostError(
+            f"Rank {rank} has failed, so {self._topology} can't continue.", report, f"Fix the error on rank {rank}."
+        )
+
+    def _has_exited(self, rank: int) -> bool:
+        """True if a rank has reported that it ends without an error."""
+        return self._get(f"left_{rank}") is not None
+
+    def missing(self) -> str:
+        """Returns which ranks have ended, or have shown no life for a while; an empty text if none is known to."""
+        asks = f"asks_{self._topology.rank}"
+        self._put(asks, "1")
+        if self.rendezvous is not None and self._get(asks) is None:
+            return "; its launcher does not answer any more (it has ended, or one of the machines is cut off)"
+        if exited := [rank for rank in self._others if self._has_exited(rank)]:
+            return "".join(f"; rank {rank} has ended without an error" for rank in exited)
+        before = {rank: life for rank in self._others if (life := self._get(f"life_{rank}")) is not None}
+        if before:
+            time.sleep(self._life_seconds + 2 * _POLL_SECONDS)
+        silent = [rank for rank, life in before.items() if self._get(f"life_{rank}") == life]
+        return "".join(f"; rank {rank} shows no life" for rank in silent)
+
+    def _excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self._has_failed = True
+        explained = self._explain(error)
+        # A rank that only lost another one is not the cause.
+        is_cause = self.rendezvous is not None and not isinstance(explained, PeerLostError)
+        if is_cause and self._get(_KEY) is None:
+            self._put(_KEY, f"{self._topology.rank} {type(explained).__name__}: {explained}")
+        if explained is not error:
+            explained.__cause__ = error
+            kind, trace = type(explained), explained.__traceback__
+        self._previous(kind, explained, trace)
+        if is_cause and self._serves:
+            # The other ranks get time to read the report, because the store ends with this process.
+            deadline, unread = time.monotonic() + _READ_SECONDS, self._others
+            while time.monotonic() < deadline and (unread := [r for r in unread if not self._get(f"read_{r}")]):
+                time.sleep(_POLL_SECONDS)
+
+    def _get(self, key: str) -> str | None:
+        return None if self.rendezvous is None else self.rendezvous.get(key)
+
+    def _put(self, key: str, value: str) -> None:
+        if self.rendezvous is not None:
+            self.rendezvous.put(key, value)
 
 
 _Result = TypeVar("_Result")

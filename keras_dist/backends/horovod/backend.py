@@ -17,7 +17,7 @@ from keras_dist.comm.backend import Priority, join
 from keras_dist.comm.devices import bind, find_devices, list_names, prepare_devices
 from keras_dist.comm.processes import ProcessBackend
 from keras_dist.comm.replicas import ReplicaBackend
-from keras_dist.comm.watchdog import FailureReports, Watchdog
+from keras_dist.comm.watchdog import Watchdog
 from keras_dist.environment import Launch
 from keras_dist.errors import ConfigurationError, check_choice
 from keras_dist.training.model import LocalTraining
@@ -110,8 +110,7 @@ class Horovod(LocalTraining, ReplicaBackend, ProcessBackend):
             )
         self._collectives = HorovodCollectives(hvd, self.topology, self._options["compression"], self.combines_means)
         if rendezvous is not None:  # under MPI there is none, only Horovod's stall inspector
-            failure_reports = FailureReports(self.topology, rendezvous, self.translate)
-            self._watchdog = Watchdog(self.topology, rendezvous, failure_reports, lambda reason: hvd.shutdown())
+            self._watchdog = Watchdog(self.topology, rendezvous, self.translate, lambda reason: hvd.shutdown())
 
     @property
     def not_of_one_process(self) -> str | None:

@@ -25,7 +25,7 @@ from keras_dist.comm.backend import Priority, Rendezvous, join, join_seconds, no
 from keras_dist.comm.devices import bind, find_devices, list_names, prepare_devices
 from keras_dist.comm.processes import Collectives, ProcessBackend
 from keras_dist.comm.replicas import ReplicaBackend
-from keras_dist.comm.watchdog import FailureReports, Watchdog, bypass_proxies, listens, only_for_its_network
+from keras_dist.comm.watchdog import Watchdog, bypass_proxies, listens, only_for_its_network
 from keras_dist.compat import tf_compat
 from keras_dist.environment import Launch, Topology
 from keras_dist.errors import ConfigurationError, check_choice
@@ -303,10 +303,10 @@ class MultiWorker(LocalTraining, ReplicaBackend, ProcessBackend):
         rendezvous = rendezvous or self._serve_store(launch)
         if self.topology.size == 1:
             return
-        failure_reports = FailureReports(self.topology, rendezvous, self.translate, serves=self._server is not None)
-        limit = environment.seconds(environment.WAIT_TIMEOUT, _WAIT_SECONDS)
-        abort = tf_compat.abort_collectives
-        self._watchdog = Watchdog(self.topology, rendezvous, failure_reports, abort, limit, launch.workers)
+        self._watchdog = Watchdog(
+            self.topology, rendezvous, self.translate, tf_compat.abort_collectives,
+            environment.seconds(environment.WAIT_TIMEOUT, _WAIT_SECONDS), launch.workers, self._server is not None,
+        )  # fmt: skip
 
     def _serve_store(self, launch: Launch) -> Rendezvous | None:
         """Lets the chief serve the store where no launcher does. Returns `None` if not all ranks can reach it."""
