@@ -104,6 +104,7 @@ _POLL_SECONDS = 0.1
 _LIFE_SECONDS, _LIFE_RANKS = 2.0, 32  # so often a rank shows that it lives; less often if there are more ranks
 _WAITED_SECONDS = 2.0
 _TICK_SECONDS = 0.5
+_WARN_SECONDS = 60.0  # of a wait in a custom loop
 _LIVENESS_SECONDS = 1.0
 _URGENT_SECONDS = 0.2
 _CAUSE_SECONDS = 5.0
@@ -167,7 +168,7 @@ class Watchdog:
         self._number = 0
         self._entered: float | None = None
         self._loop_waits: LoopWaits | None = None  # until there is a custom loop
-        self._last_position, self._position_since = (0, ""), 0.0
+        self._last_position, self._position_since, self._has_warned = (0, ""), 0.0, False
         self._cause: DistributionError | None = None
         self._has_failed = False
         self._life_shown = 0.0
@@ -288,7 +289,7 @@ class Watchdog:
             return now - entered
         position = self._position()
         if position != self._last_position:
-            self._last_position, self._position_since = position, now
+            self._last_position, self._position_since, self._has_warned = position, now, False
         return now - self._position_since if position[1] else 0.0
 
     def _wait(self) -> Wait:
@@ -311,7 +312,12 @@ class Watchdog:
 
     def _timeout(self, wait: Wait, seconds: float) -> MismatchError | None:
         """Returns an error if this rank has waited too long in a custom loop, where nothing else ends the wait."""
-        if not wait.loop_call or self._limit is None or seconds <= self._limit:
+        if not wait.loop_call or self._limit is None:
+            return None
+        if seconds <= self._limit:
+            if seconds > _WARN_SECONDS and not self._has_warned:
+                self._has_warned = True
+                logger().warning("has waited for other ranks for %d s, in %s", seconds, wait.loop_call)
             return None
         return MismatchError(
             f"Not all ranks have made the same call within {self._limit:g} s.",
