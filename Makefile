@@ -173,7 +173,7 @@ $(BIN)/python:
 
 $(INSTALLED): setup.cfg pyproject.toml | $(BIN)/python
 	@echo "Installing TensorFlow ($(TF)) and keras_dist into $(VENV): about 2 minutes the first time"
-	@$(BIN)/python -m pip --disable-pip-version-check --quiet --quiet install --editable '.[$(TF),dev]'
+	@$(BIN)/python -m pip --disable-pip-version-check --quiet --quiet install --no-compile --editable '.[$(TF),dev]'
 	@touch $@
 
 # Makes the environment of a rule find the packages of the main one, too.

@@ -567,13 +567,15 @@ def test_distributed_twice(distribute: Any) -> Numbers:
 
 @contract("recompiled", covered_by=("fitted-before",))
 def test_recompiled(distribute: Any) -> Numbers:
+    """Which weights are trained is decided by `compile`."""
     model = mlp()
     model.layers[0].trainable = False
     compiled(distribute, model=model)
     frozen = fitted(model, *numbers())
     model.layers[0].trainable = True
+    not_yet = fitted(model, *numbers())
     model.compile(keras.optimizers.Adam(0.01), "mae")
-    return {"frozen": frozen, "whole": fitted(model, *numbers())}
+    return {"frozen": frozen, "not yet": not_yet, "whole": fitted(model, *numbers())}
 
 
 @contract("evaluated-first", covered_by=("evaluate",))

@@ -52,7 +52,7 @@ def test_a_withheld_tensor_ends_by_the_stall_inspector_which_names_the_rank(comm
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.ci
+@pytest.mark.full  # CI's set-up does it
 def test_the_real_source_is_fetched_and_corrected(tmp_path: Path) -> None:
     try:
         environ = fetch_tools(tmp_path / "tools", environment.current())
