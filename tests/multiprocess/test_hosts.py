@@ -99,7 +99,8 @@ def client(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
     shutil.copy(folder / "user.pub", folder / "authorized")
     (folder / "sshd_config").write_text(
         f"HostKey {folder}/host\nAuthorizedKeysFile {folder}/authorized\nPidFile none\nUsePAM no\nStrictModes no\n"
-        "PermitRootLogin yes\nPasswordAuthentication no\n"
+        # What this user's shell does at its start, and says, is not that of the hosts.
+        f"PermitRootLogin yes\nPasswordAuthentication no\nSetEnv HOME={folder}\n"
     )
     known = "".join(f"{host} {(folder / 'host.pub').read_text()}" for host in (*ADDRESSES, *NAMES))
     (folder / "known").write_text(known)
