@@ -277,8 +277,9 @@ def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
     So `ScheduleFreeAdamW` starts from zeros and not from the weights (Keras 3.15), and so does a script's Lookahead.
     """
     ineffective = tf_compat.patched(keras.Variable, assign=lambda variable, value: value)
+    by_optimizer = tf_compat.patched(keras.Optimizer, assign=lambda optimizer, variable, value: None)
     named = keras.name_scope(optimizer.name, caller=optimizer)
-    with ineffective, tf.init_scope(), keras_model.outside_stateless_scope(), named:
+    with ineffective, by_optimizer, tf.init_scope(), keras_model.outside_stateless_scope(), named:
         optimizer.build(list(variables))
 
 
