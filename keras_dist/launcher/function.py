@@ -186,4 +186,3 @@ def run_call(folder: str) -> None:
     except BaseException as error:
         write_whole(Path(folder, _ERROR.format(rank)), dumps_failure(error, __file__))
         raise
-

@@ -293,9 +293,17 @@ def way_to(host: str) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Returns free ports of this machine, which no other program gets until the ranks bind them, seconds later."""
+    """Returns free ports of this machine, outside of the range from which the kernel assigns ports.
+
+    The ranks bind them seconds later: by then, the kernel could have given a port of its range to another program.
+    """
+    try:
+        lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError):
+        lowest = 32768
+    candidates = range(lowest // 2, lowest) if lowest > 4096 else range(49152, 65536)
     ports: list[int] = []
-    for port in random.SystemRandom().sample(environment.PORTS, len(environment.PORTS)):
+    for port in random.SystemRandom().sample(candidates, len(candidates)):
         if len(ports) == count:
             break
         with socket.socket() as probe, contextlib.suppress(OSError):

@@ -411,7 +411,11 @@ class DistributedModel(Verified):
         return function if self._backend.num_replicas == 1 else noted
 
     def _build_optimizer(self) -> None:
-        """Builds the optimizer of a step of Keras's own. TensorFlow traces a step that creates variables twice."""
+        """Builds the optimizer of a step of Keras's own before the trace.
+
+        Ranks would build it in the trace, and trace once too. Replicas of one process would mirror its variables there,
+        and trace again.
+        """
         optimizer = getattr(self._model, "optimizer", None)
         if self._kind != "train" or not isinstance(optimizer, keras.Optimizer) or optimizer.built:
             return
