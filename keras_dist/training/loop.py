@@ -96,7 +96,8 @@ class Loop:
         return source(tf.distribute.InputContext())
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        return function(*args)
+        is_traced = isinstance(function, tf.types.experimental.PolymorphicFunction)
+        return function(*args) if is_traced else tf_compat.converted(function)(*args)
 
     def reduce(self, operation: str, value: Any) -> Any:
         if operation not in ("sum", "mean"):
@@ -165,10 +166,11 @@ class RankLoop(Loop, Verified):
         self._verification = Verification(self._backend, "kd.run", None, self._distribute)
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        function = tf_compat.converted(function)
         if self._verification is None:
             return self._run_on_shares(function, args)
         step = functools.partial(self._run_on_shares, function, args)
-        return self._verification.run(self, tf_compat.converted(function), args, self._total_of(args), step)
+        return self._verification.run(self, function, args, self._total_of(args), step)
 
     def _total_of(self, args: tuple[Any, ...]) -> Any:
         return self._counts(args)[1]
@@ -274,7 +276,6 @@ class ReplicaLoop(RankLoop):
         of_rank = Step.of(joined(shares), topology.rank)
         self._count.assign(of_rank.count)
         self._total.assign(of_rank.total)
-        function = tf_compat.converted(function)
 
         def run(index: int) -> Any:
             replica_args = [examples_of(arg.parts[index]) if isinstance(arg, Shares) else arg for arg in args]

@@ -69,7 +69,10 @@ class Loop:
             prediction = self.model(x, training=True)
             loss = self.loss_of(y, prediction, *weights)
         descend(tape, loss, self.model, self.optimizer)
-        return loss, tf.reduce_mean(tf.abs(prediction - y))
+        error = tf.abs(prediction - y)
+        if tf.rank(error) > 1:  # a tensor, if AutoGraph rewrites the step as it does without kd.run
+            error = tf.reduce_mean(error, -1)
+        return loss, tf.reduce_mean(error)
 
     def train(self, distribute: Any, data: Any, epochs: int = 2, is_eager: bool = False) -> Numbers:
         shard, run, reduce = verbs(distribute)

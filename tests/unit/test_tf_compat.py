@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import tensorflow as tf
 
 from keras_dist.backends.local.replicas import Mirrored
 from keras_dist.compat import tf_compat, tf_graphs
+from keras_dist.training import loop
 from tests.forks import ForkServer
 
 Dataset = tf.data.Dataset
@@ -27,6 +29,27 @@ def test_collectives_over_processes_have_no_public_way_but_the_strategy() -> Non
         assert callable(getattr(tf_compat.context.context(), name))
     tf.zeros([1])
     assert tf_compat.tensorflow_has_started()
+
+
+def test_autograph_rewrites_the_script_only_and_has_no_public_list_of_packages() -> None:
+    assert {name for name in dir(tf.autograph.experimental) if name[0] != "_"} == {
+        "Feature", "do_not_convert", "set_loop_options",
+    }  # fmt: skip
+    files: list[str] = []
+
+    def step(x: Any) -> Any:
+        files.extend(frame.filename for frame in inspect.stack(0))
+        if x > 1:  # a tensor
+            x = 2 * x
+        return x
+
+    @tf.function
+    def train_step(x: Any) -> Any:
+        return loop.Loop().reduce("sum", loop.Loop().run(step, (x,)))
+
+    assert (train_step(tf.constant(3)), train_step(tf.constant(1))) == (6, 1)
+    assert loop.__file__ in files  # as it is written
+    assert __file__ not in files[: files.index(loop.__file__)]
 
 
 # --- Replicas of one process. Logical devices are created before TensorFlow starts, so they need a new process. ---

@@ -359,7 +359,7 @@ class CoreLoop(RankLoop):
         self._sizes = [size_of(arg) for arg in args if has_examples(arg)]
         if self._cores == 1:
             return self._strategy.run(function, args=args)
-        return self._run(tf_compat.converted(function), args)
+        return self._run(function, args)
 
     def _total_of(self, args: tuple[Any, ...]) -> Any:
         return tf.constant(self._sizes[0])
