@@ -286,11 +286,15 @@ def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
 def build_at_once(optimizer: Any, variables: Sequence[Any] | None) -> bool:
     """Creates an optimizer's variables in the step that first calls it, beside those that it updates.
 
-    `variables` is `None` if the caller does not say what it updates: then nothing is created. True if it was.
+    `variables` is `None` if the caller does not say what it updates: then nothing is created. True if it was. TPUStrategy,
+    whose variables have a value on each core, makes them itself.
     """
     if optimizer.built or variables is None:
         return False
-    with tf_compat.variables_made_by(), tf.device(keras_model.backing(variables[0]).device):
+    first = keras_model.backing(variables[0])
+    if isinstance(first, tf.distribute.DistributedValues):
+        return False
+    with tf_compat.variables_made_by(), tf.device(first.device):
         build_optimizer(optimizer, variables)
     return True
 
