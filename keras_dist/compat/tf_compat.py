@@ -20,9 +20,9 @@ from tensorflow.python.eager import context, executor
 from tensorflow.python.framework import errors, ops
 from tensorflow.python.ops import array_ops, resource_variable_ops
 
-# AutoGraph rewrites whatever a `tf.function` of the script calls, but for the packages on its list, such as Keras. Ours
-# took eight times as long as the trace itself: the first step of a custom loop needed 9 s of processor time for 1. There
-# is no public way onto the list. What we call of the script's own is `converted`.
+# AutoGraph rewrites all that a `tf.function` of the script calls, except the packages on this list, such as Keras. To
+# rewrite ours took four times as long as to trace the step. There is no public way onto the list. Functions of the
+# script that we call are `converted`.
 config.CONVERSION_RULES = (config.DoNotConvert("keras_dist"), *config.CONVERSION_RULES)
 
 
@@ -213,7 +213,7 @@ def per_replica(parts: Sequence[Any]) -> Any:
 
 
 def converted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function of the script's that AutoGraph treats, in any thread, as if its caller here were the script's."""
+    """Returns a function of the script that AutoGraph treats in any thread as if the script had called it here."""
     return autograph.tf_convert(function, ag_ctx.control_status_ctx(), convert_by_default=False)
 
 

@@ -32,8 +32,6 @@ from tensorflow.python.framework import op_def_registry, random_seed
 from keras_dist.compat.keras_random import DRAWN_ORDER
 from keras_dist.compat.tf_compat import nodes_of, patched
 
-no_autograph = tf.autograph.experimental.do_not_convert
-
 
 def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Returns a dataset without TensorFlow's autotuning, unless the script has asked for it.
@@ -111,7 +109,7 @@ def last_stage(dataset: tf.data.Dataset) -> Stage:
 def one_argument(function: Callable[[Any], Any], dataset: tf.data.Dataset) -> Callable[..., Any]:
     """Lets a function of one element follow `Dataset.map`, which unpacks tuples."""
     unpacks = type(dataset.element_spec) is tuple
-    return no_autograph(lambda *parts: function(parts if unpacks else parts[0]))
+    return lambda *parts: function(parts if unpacks else parts[0])
 
 
 def is_made_by_python(dataset: tf.data.Dataset) -> bool:

@@ -23,7 +23,6 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist.compat import tf_data
-from keras_dist.compat.tf_data import no_autograph
 from keras_dist.logging import logger
 
 # A fingerprint travels as float32, which holds integers below 2**24 exactly.
@@ -88,14 +87,17 @@ def _pairs(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
     if stage.kind != "map":
         return stage.again(before)
     function = tf_data.map_function(dataset)
-    mapped = no_autograph(lambda element, fingerprint: (function(element), fingerprint))
+
+    def mapped(element: Any, fingerprint: Any) -> Any:
+        return function(element), fingerprint
+
     # Several at a time in their order: else it would be open, too.
     return map_in_order(before, mapped) if tf_data.is_parallel(dataset) else before.map(mapped)
 
 
 def map_in_order(dataset: tf.data.Dataset, function: Callable[..., Any]) -> tf.data.Dataset:
     """Maps several elements at a time by a function of this library, and keeps their order."""
-    return dataset.map(no_autograph(function), tf.data.AUTOTUNE, deterministic=True)
+    return dataset.map(function, tf.data.AUTOTUNE, deterministic=True)
 
 
 def map_elements(dataset: tf.data.Dataset, function: Callable[[Any], Any]) -> tf.data.Dataset:
@@ -179,7 +181,6 @@ class Pipeline:
     def finished(self, shares: tf.data.Dataset) -> tf.data.Dataset:
         """Maps the shares of the global batches, named tuples with the field `data`, two at a time."""
 
-        @no_autograph
         def mapped(share: Any) -> tf.data.Dataset:
             examples = tf.data.Dataset.from_tensor_slices(share.data)
             for function in self.maps:

@@ -15,7 +15,6 @@ import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import tf_data
-from keras_dist.compat.tf_data import no_autograph
 from keras_dist.data.pipeline import fingerprint_of, map_elements, map_in_order, with_fingerprints
 from keras_dist.data.shares import (
     Share,
@@ -129,10 +128,10 @@ def receive_from_chief(
     share_spec = one_share if replicas == 1 else Shares((one_share,) * replicas)
     empty = tf.data.Dataset.from_tensors((tf.zeros([0], tf.uint8), tf.zeros([backend.topology.size], tf.int32)))
     sent = packed.concatenate(empty) if backend.topology.is_chief else empty.repeat()
-    parts = sent.map(no_autograph(lambda payload, lengths: backend.scatter(payload, lengths, name)))
+    parts = sent.map(lambda payload, lengths: backend.scatter(payload, lengths, name))
     # No bytes mean that the chief's stream has ended.
-    parts = parts.take_while(no_autograph(lambda payload: tf.size(payload) > 0))
-    shares = parts.map(no_autograph(lambda payload: unflatten(share_spec, unpack(payload, flatten(share_spec)))))
+    parts = parts.take_while(lambda payload: tf.size(payload) > 0)
+    shares = parts.map(lambda payload: unflatten(share_spec, unpack(payload, flatten(share_spec))))
     return tf_data.untuned(shares.with_options(without_prefetch()))
 
 
@@ -144,7 +143,6 @@ def sharded(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
         count = row_count(whole)
         return Share(whole, count, count, tf.constant(0.0))
 
-    @no_autograph
     def with_total(share: Share) -> Share:
         total = backend.all_reduce_exact(tf.cast(share.count, tf.float64), name)
         return share._replace(total=tf.cast(total, tf.int32))
@@ -153,7 +151,7 @@ def sharded(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
     shares = shares.concatenate(tf.data.Dataset.from_tensors(empty_share(batch_spec(dataset))).repeat())
     options = without_prefetch()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-    return shares.map(with_total).take_while(no_autograph(lambda share: share.total > 0)).with_options(options)
+    return shares.map(with_total).take_while(lambda share: share.total > 0).with_options(options)
 
 
 def is_sharded(dataset: tf.data.Dataset) -> bool:
@@ -178,7 +176,7 @@ def shares_of_rank(dataset: tf.data.Dataset, mode: str, backend: Backend) -> tf.
     shares = tf_data.untuned(MODES[mode](dataset, backend))
     if replicas == 1:
         return shares
-    return shares.map(no_autograph(lambda share: cut_again(share, replicas))).with_options(without_prefetch())
+    return shares.map(lambda share: cut_again(share, replicas)).with_options(without_prefetch())
 
 
 def check_source(source: Any) -> None:
@@ -299,7 +297,6 @@ def _groups(
     def described(whole: Any, fingerprint: Any) -> Any:
         return tuple(flatten(whole)), row_count(whole), fingerprint
 
-    @no_autograph
     def add_batch(state: Any, batch: Any) -> Any:
         """Adds a batch to the last `size` batches. A step is complete when all of them are new, or the epoch ends."""
         position, batches, counts, fingerprints = state
@@ -324,5 +321,5 @@ def _groups(
     # Empty batches complete the last step.
     batches = batches.concatenate(tf.data.Dataset.from_tensors(empty).repeat(size - 1))
     start = tf.constant(0, tf.int64), (empty[0],) * size, tf.zeros([size], tf.int32), tf.zeros([size])
-    groups = batches.scan(start, add_batch).filter(no_autograph(lambda is_complete, *_: is_complete))
+    groups = batches.scan(start, add_batch).filter(lambda is_complete, *_: is_complete)
     return tf_data.untuned(map_in_order(groups, made).prefetch(tf.data.AUTOTUNE))

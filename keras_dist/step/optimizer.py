@@ -286,8 +286,8 @@ def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
 def build_at_once(optimizer: Any, variables: Sequence[Any] | None) -> bool:
     """Creates an optimizer's variables in the step that first calls it, beside those that it updates.
 
-    `variables` is `None` if the caller does not say what it updates: then nothing is created. True if it was. TPUStrategy,
-    whose variables have a value on each core, makes them itself.
+    `variables` is `None` if the caller does not say what it updates: then nothing is created. Nor is it where the
+    variables are those of TPUStrategy, which makes one for each core. True if they were created.
     """
     if optimizer.built or variables is None:
         return False
@@ -453,9 +453,10 @@ class _Reducer:
             step.stopwatch.synchronized(worked, table[:, -1])
         if self._backend.topology.size > 1:
             sums = self._consistency.check(table[:, :2], sums)
+        examples = step.rows_of_share if any(isinstance(total, tf.IndexedSlices) for total in sums) else None
         reduced = list(gradients)
         for index, total in zip(present, sums, strict=True):
-            reduced[index] = add_rows(total, self._backend.num_replicas, gradients[index], step.rows_of_share)
+            reduced[index] = add_rows(total, self._backend.num_replicas, gradients[index], examples)
         return reduced
 
 

@@ -261,12 +261,10 @@ class ConsistencyCheck:
         are_equal = tf.reduce_all(tf.equal(rows, rows[:1]) | (tf.math.is_nan(rows) & tf.math.is_nan(rows[:1])))
         text = f"{_MARK} (a row per rank: fingerprint of its batch, learning rate)"
 
-        def stop() -> Any:
-            with tf.control_dependencies([self._rows.assign(rows)]):
-                # A custom training loop raises this text; `fit` explains it.
-                return tf.debugging.Assert(False, [text, rows], summarize=-1)
-
-        with tf.control_dependencies([tf.cond(are_equal, lambda: tf.group(), stop)]):
+        with tf.control_dependencies([self._rows.assign(tf.where(are_equal, self._rows, rows))]):
+            # A custom training loop raises this text; `fit` explains it.
+            check = stop_unless(are_equal, [text, rows])
+        with tf.control_dependencies([check]):
             return tf.nest.map_structure(tf.identity, list(tensors), expand_composites=True)
 
     def explain(self, error: BaseException) -> BaseException:
@@ -295,8 +293,16 @@ def check_condition(number: Any, replicas: int, condition: Any) -> Any:
 
 
 def _checked(tensor: Any, is_right: Any, text: str, numbers: Any) -> Any:
-    with tf.control_dependencies([tf.debugging.Assert(is_right, [text, numbers], summarize=-1)]):
+    with tf.control_dependencies([stop_unless(is_right, [text, numbers])]):
         return tf.identity(tensor)
+
+
+def stop_unless(condition: Any, data: Sequence[Any]) -> Any:
+    """Returns an operation that fails unless a condition holds.
+
+    `tf.debugging.Assert` puts it into a `tf.cond`: more to trace, and TensorFlow's optimizer warns of each.
+    """
+    return tf.raw_ops.Assert(condition=condition, data=data, summarize=-1)
 
 
 def explain_check(error: BaseException) -> BaseException:

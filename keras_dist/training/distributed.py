@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from keras_dist.callbacks import ChiefOnly, LearningRateWarmup, Timing
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_fit, keras_layers, keras_model, keras_random
+from keras_dist.compat import keras_fit, keras_layers, keras_model, keras_random, tf_compat
 from keras_dist.compat.keras_model import attach, attached
 from keras_dist.data.shares import Share
 from keras_dist.errors import DistributionError, NotSupportedError
@@ -312,8 +312,8 @@ class DistributedModel(Verified):
     def _compute_loss(self, call: Call) -> Any:
         if not keras_fit.is_overridden(self._model, "compute_loss"):
             return losses.of_each_example(step_module.current(), call())
-        counted = self._model.metrics_variables
-        return losses.of_own_function(self._backend, counted, call.function, (call.args, call.kwargs))
+        function, counted = tf_compat.converted(call.function), self._model.metrics_variables
+        return losses.of_own_function(self._backend, counted, function, (call.args, call.kwargs))
 
     def _symbolic_build(self, call: Call) -> None:
         refusals.check_model(self._model)

@@ -453,6 +453,8 @@ def _concatenate(outputs: list[Any], shares: Shares) -> Any:
 def _restore_if(condition: Any, step: Step, before: Sequence[tuple[Any, Any]]) -> Any:
     """Assigns to variables what they had before the step, unless they were assigned what the whole batch gives."""
     values = [(variable, value) for variable, value in before if id(variable) not in step.whole]
+    if not values:
+        return None
     return tf.cond(
         condition, lambda: tf.group(*[variable.value.assign(value) for variable, value in values]), lambda: tf.group()
     )

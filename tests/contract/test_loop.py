@@ -142,13 +142,24 @@ def test_loop_full_batches(distribute: Any) -> Numbers:
     return {**sizes, "unbuilt": unbuilt, "sums": [add_up(batch) for batch in shard(dataset(24))]}
 
 
-@contract("loop-distributed-model", covered_by=("loop-eager",))
+class OwnLoss(Linear):
+    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, **options: Any) -> Any:
+        errors = (y - y_pred) ** 2
+        if tf.rank(errors) > 1:  # a tensor: see `Loop.step`
+            errors = tf.reduce_sum(errors, -1)
+        return tf.reduce_mean(errors)
+
+
+@contract("loop-distributed-model", also=("tpu-8",), covered_by=("loop-eager",))
 def test_loop_distributed_model(distribute: Any) -> Numbers:
+    own = Loop(distribute, model=compiled(distribute, model=OwnLoss()))
+    own.loss_of = lambda y, y_pred: own.model.compute_loss(None, y, y_pred)
+    own_loss = own.train(distribute, dataset(24), epochs=1)
     loop = Loop(distribute)
     loop.model = compiled(distribute, keras.optimizers.Adam(0.01, global_clipnorm=0.1), metrics=["mae"])
     loop.optimizer, loop.loss_of = loop.model.optimizer, lambda y, y_pred: loop.model.compute_loss(None, y, y_pred)
     after = loop.train(distribute, dataset(24), epochs=1)
-    return {"after": after, **fitted(loop.model, dataset(24))}
+    return {"own_loss": own_loss, "after": after, **fitted(loop.model, dataset(24))}
 
 
 def rows_of(own_rank: int) -> tuple[Any, Any]:

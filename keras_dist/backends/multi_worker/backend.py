@@ -124,10 +124,8 @@ class TensorFlowCollectives(Collectives):
             return tf.cast(self._reduce(sent, _key(name, wire.name, length), on_gpu), flat.dtype)
         length = tf.size(flat)
         lengths = self._gather(length[None], _key(name, "length"))
-        check = tf.debugging.Assert(
-            tf.reduce_all(lengths == length), ["The ranks' tensors have different sizes:", lengths]
-        )
-        with tf.control_dependencies([check] if check is not None else []):
+        data = ["The ranks' tensors have different sizes:", lengths]
+        with tf.control_dependencies([tf.raw_ops.Assert(condition=tf.reduce_all(lengths == length), data=data)]):
             padded = _padded_length(length)
         total = self._reduce(_pad(sent, padded), _key_of_length(_key(name, wire.name), padded), on_gpu)
         return tf.cast(total[:length], flat.dtype)
