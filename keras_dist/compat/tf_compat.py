@@ -141,7 +141,6 @@ def call_for_each_replica(strategy: tf.distribute.MirroredStrategy, function: Ca
     """
     creators = ops.get_default_graph()._variable_creator_stack[:]
 
-    @tf.autograph.experimental.do_not_convert
     def replica() -> None:
         context = tf.distribute.get_replica_context()
         merge = functools.partial(_merge_call, context, creators)

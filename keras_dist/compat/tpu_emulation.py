@@ -65,7 +65,6 @@ def emulated_strategy(cores: int) -> tf.distribute.Strategy:
     to a minute. So here the elements of a dataset are those of all replicas.
     """
 
-    @tf.autograph.experimental.do_not_convert
     def of_all(element: Any) -> Any:
         return tf.nest.map_structure(lambda leaf: values.PerReplica(tuple(tf.unstack(leaf, cores))), element)
 

@@ -366,7 +366,6 @@ def fused(optimizer: Any, update: Callable[..., Any]) -> Callable[..., Any]:
         logger().debug("optimizer %s: its update is not fused, because %s is not Keras's", optimizer.name, own[0])
         return update
 
-    @tf.autograph.experimental.do_not_convert
     def apply(grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
         is_known = optimizer.built or trainable_variables is not None
         variables = keras_model.updated_variables(optimizer, trainable_variables) if is_known else []

@@ -367,7 +367,6 @@ class CoreLoop(RankLoop):
     def _run_on_shares(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         traced: list[Any] = []  # by the last core; on all of them it is the same
 
-        @tf.autograph.experimental.do_not_convert
         def replica(*args: Any) -> Any:
             current = step_on(Even(args), self._cores)
             current.applied = None if self._applied is None else []
