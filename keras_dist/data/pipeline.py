@@ -22,7 +22,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist.compat import tf_data
+from keras_dist.compat import tf_compat, tf_data
 from keras_dist.logging import logger
 
 # A fingerprint travels as float32, which holds integers below 2**24 exactly.
@@ -33,10 +33,16 @@ _SAMPLED_NUMBERS = 4096
 
 def fingerprint_of(batch: Any, sampled: int = _SAMPLED_NUMBERS) -> Any:
     """Returns a hash of the values of a batch and their order: float32 scalar, an integer in `[0, 2**24)`."""
+    leaves = [leaf for leaf in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(leaf)]
+    leaves = [leaf for leaf in leaves if leaf.dtype not in (tf.variant, tf.resource)]
+    return _fingerprint(leaves, tf.constant(sampled, tf.int64))
+
+
+@tf_compat.often_traced  # but not for each dataset
+def _fingerprint(tensors: list[Any], sampled: Any) -> Any:
     total = tf.constant(0, tf.int64)
-    for index, leaf in enumerate(tf.nest.flatten(batch, expand_composites=True)):
-        if tf.is_tensor(leaf) and leaf.dtype not in (tf.variant, tf.resource):
-            total = total * 31 + _hash(leaf, sampled) + index
+    for index, tensor in enumerate(tensors):
+        total = total * 31 + _hash(tensor, sampled) + index
     total = tf.bitwise.bitwise_xor(total, tf.bitwise.right_shift(total, 29))
     total = tf.bitwise.bitwise_and(total, 2**FINGERPRINT_BITS - 1)
     return tf.cast(total, tf.float32)
@@ -48,7 +54,7 @@ def fold(variable: tf.Variable, fingerprint: Any) -> None:
     variable.assign(tf.bitwise.bitwise_and(folded, 2**FINGERPRINT_BITS - 1))
 
 
-def _hash(tensor: Any, sampled: int) -> Any:
+def _hash(tensor: Any, sampled: Any) -> Any:
     numbers = tf.reshape(tensor, [-1])
     # With an odd stride, the sample of a table of even width includes all columns.
     stride = tf.bitwise.bitwise_or(tf.maximum(tf.size(numbers, tf.int64) // sampled, 1), 1)

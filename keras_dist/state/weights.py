@@ -328,9 +328,11 @@ def _combine(model: keras.Model, gathered: Sequence[Any], resets: Any) -> dict[s
 
 def metric_states(model: keras.Model) -> tuple[list[list[np.ndarray]], list[list[np.ndarray]]]:
     """Returns the state of each metric, and its state after a reset: only what was counted since is summed."""
-    states = [values_of(metric.variables) for metric in model.metrics]
-    resets = []
-    attributes = keras_model.Attributes(keras_model.flat_metrics(model))
+    states, resets = [values_of(metric.variables) for metric in model.metrics], []
+    metrics = keras_model.flat_metrics(model)
+    if all(keras_model.is_kerass(type(metric)) for metric in metrics):  # they begin at zero
+        return states, [[np.zeros_like(value) for value in values] for values in states]
+    attributes = keras_model.Attributes(metrics)
     held = attributes.now()  # a reset drops what they keep in Python too
     for metric, values in zip(model.metrics, states, strict=True):
         metric.reset_state()

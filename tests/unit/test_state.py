@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from typing import Any
 
@@ -46,6 +47,26 @@ def test_checksums_of_several_models_in_one_process() -> None:
 def test_many_small_parts_are_added_in_double_precision() -> None:
     values = [np.float32(2**24)] + [np.float32(1)] * 8
     assert weights.combine_states(values, np.float32(0), "sum", "count") == np.float32(2**24 + 8)
+
+
+def test_all_metrics_of_keras_begin_at_zero() -> None:
+    """So their states after a reset need not be looked up (`weights.metric_states`)."""
+    arguments = {
+        "num_classes": 2, "target_class_ids": [0], "recall": 0.5, "precision": 0.5, "specificity": 0.5,
+        "sensitivity": 0.5, "fn": keras.losses.mean_squared_error, "k": 1,
+    }  # fmt: skip
+    classes = {cls for cls in vars(keras.metrics).values() if isinstance(cls, type)} - {keras.Metric}
+    y, indices = np.asarray([[0, 1], [1, 0]], np.float32), np.asarray([0, 1])
+    for cls in classes:
+        parameters = inspect.signature(cls).parameters
+        metric = cls(**{name: value for name, value in arguments.items() if name in parameters})
+        is_of_one = cls in (keras.metrics.Sum, keras.metrics.Mean)
+        metric.update_state(*([y] if is_of_one else [indices if "Sparse" in cls.__name__ else y, 0.1 + 0.3 * y]))
+        for variable in metric.variables:
+            variable.assign(np.ones(variable.shape))
+        metric.reset_state()
+        assert not any(np.any(value) for value in weights.values_of(metric.variables)), cls
+    assert len(classes) > 35
 
 
 def test_means_and_chiefs_states() -> None:
