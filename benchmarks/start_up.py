@@ -54,6 +54,7 @@ def main() -> int:
         pick_cores(2)
         load = os.getloadavg()[0]
         os.environ.update(ONE_THREAD, TF_CPP_MIN_LOG_LEVEL="2")
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # pip compiles what it installs
         save(measured(args.rounds), load, args.output)
     comparisons, where = report.load(args.output)
     text = f"{report.table(comparisons)}\n\n{where}"

@@ -162,3 +162,11 @@ def test_a_store_for_other_hosts_takes_signed_requests_only() -> None:
         assert stranger.get("failed") is None
     assert own.get("failed") == "the rank's own"
     server.close()
+
+
+def test_the_kernel_is_asked_for_one_connection_as_the_list_has_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        ends = client.getsockname(), server.getsockname()
+        assert store._looked_up(*ends) == store._listed(*ends) == os.geteuid()
+    assert store._looked_up(*ends) is store._listed(*ends) is None
+    assert not store.is_of_this_user(*ends)
