@@ -97,14 +97,14 @@ def is_of_this_user(client: Any, server: Any) -> bool:
     return False
 
 
-# Only if it is established (01): a socket that its process has closed has no owner any more.
+# The state of a connection that both ends have open. A socket that its process has closed has no owner any more.
 _ESTABLISHED = 1
 
 
 def _looked_up(client: Any, server: Any) -> int | None:
-    """Returns the user at the client's end of a connection, `None` if the kernel can't tell of a single one.
+    """Returns the user at the client's end of an open connection, `None` if there is none or the kernel can't be asked.
 
-    It tells in microseconds, and lists all connections in milliseconds. See `sock_diag(7)`.
+    To ask for one connection takes microseconds, to read the list of all of them milliseconds. See `sock_diag(7)`.
     """
     (host, port), (other, other_port) = client, server
     ends = struct.pack("!HH16s16s", port, other_port, socket.inet_aton(host), socket.inet_aton(other))
@@ -117,13 +117,15 @@ def _looked_up(client: Any, server: Any) -> int | None:
             answer = kernel.recv(4096)
     except OSError:
         return None
-    if struct.unpack_from("=H", answer, 4) != (by_family,) or answer[17] != _ESTABLISHED:
+    # A header with the type of the answer, then `struct inet_diag_msg`: 1 byte, the state, 62 bytes, the user.
+    (answered,) = struct.unpack_from("=H", answer, 4)
+    if answered != by_family or answer[17] != _ESTABLISHED:
         return None
     return int(struct.unpack_from("=I", answer, 80)[0])
 
 
 def _listed(client: Any, server: Any) -> int | None:
-    """The same from the list of all connections, `None` if it is not there."""
+    """Returns the same from the list of all connections."""
     ends = [f"{struct.unpack('=I', socket.inet_aton(host))[0]:08X}:{port:04X}" for host, port in (client, server)]
     for line in _CONNECTIONS.read_text().splitlines()[1:]:
         _, local, remote, state, _, _, _, user, *_ = line.split()

@@ -38,7 +38,7 @@ def fingerprint_of(batch: Any, sampled: int = _SAMPLED_NUMBERS) -> Any:
     return _fingerprint(leaves, tf.constant(sampled, tf.int64))
 
 
-@tf_compat.often_traced  # but not for each dataset
+@tf_compat.often_traced  # once for each kind of batch: in the functions of a dataset it would be traced each time
 def _fingerprint(tensors: list[Any], sampled: Any) -> Any:
     total = tf.constant(0, tf.int64)
     for index, tensor in enumerate(tensors):
