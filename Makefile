@@ -39,7 +39,8 @@ setup: $(HOROVOD) ## Make .venv, install the package into it, build Horovod
 demo: $(HOROVOD) ## Train examples/digits_distributed.py on 2 processes and show what comes out
 	@$(BIN)/python examples/demo.py $(ARGS)
 
-# Three tiers. A test of the second is marked `ci`, of the third `full`. What failed is run once more, alone.
+# Three tiers, each with all of the one before. A test of the second is marked `ci`, of the third `full`. What failed is
+# run once more, alone.
 SUITE = $(BIN)/python -m tests.suite --jobs $(JOBS)
 
 .PHONY: test
@@ -47,7 +48,7 @@ test: lint $(HOROVOD) ## Check style and types, run what a commit needs (6 to 15
 	$(SUITE) test $(ARGS)
 
 .PHONY: test-ci
-test-ci: $(HOROVOD) ## Run what CI adds: a job of each launcher, with a fault (about 5 minutes)
+test-ci: $(HOROVOD) ## Run all that CI runs: `make test`, and a job of each launcher, with a fault (10 to 25 minutes)
 	$(SUITE) ci $(ARGS)
 
 # SHARD=2/8 runs a part, on another machine maybe: copy the files of RESULTS together. A run resumes where it stopped.

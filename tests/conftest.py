@@ -128,7 +128,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
     mark = metafunc.definition.get_closest_marker("row")
     chosen = clusters(mark.kwargs.get("sizes", ()) if mark else ())
-    if mark and "and not full" in metafunc.config.getoption("markexpr"):  # to make all takes seconds
+    asked = metafunc.config.getoption("markexpr")
+    if mark and "not full" in asked and "or not full" not in asked:  # to make all takes seconds
         chosen = [cluster for cluster in chosen if "{}-{}".format(*cluster) in clusters_of(mark)] or chosen[:1]
     metafunc.parametrize("cluster", chosen, ids=[f"{backend}-{size}" for backend, size in chosen])
 
@@ -164,7 +165,7 @@ class SideBySide(LoadScopeScheduling):  # type: ignore[misc]
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        if file == "tests/multiprocess/test_resume.py":
+        if file in ("tests/multiprocess/test_resume.py", "tests/multiprocess/test_fault_table.py"):
             return nodeid
         backend = re.search(r"\[(\w+)-\d", nodeid) if file.startswith("tests/contract/") else None
         if backend is None:

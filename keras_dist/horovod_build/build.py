@@ -88,7 +88,7 @@ def installed_sha256() -> str | None:
     return value if kind == "sha256" else None
 
 
-BUILD_SECONDS = 120.0  # on two cores
+BUILD_SECONDS = 90.0  # on two cores
 LINES_SHOWN = 12
 
 # As make and CMake print it: "[ 57%] Building CXX object ...".

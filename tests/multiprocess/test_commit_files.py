@@ -21,7 +21,7 @@ from keras_dist.state.commits import Commits
 from tests.multiprocess.commit_jobs import checked, write
 from tests.multiprocess.launches import ROOT, small_disk
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.alone]
+pytestmark = [pytest.mark.timeout(120), pytest.mark.timed]
 
 
 @contextlib.contextmanager

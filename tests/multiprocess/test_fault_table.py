@@ -35,7 +35,7 @@ LAUNCHERS: dict[str, list[str]] = {
     "one-process": [sys.executable],
 }
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.alone]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.timed]
 Process = subprocess.Popen[bytes]
 
 

@@ -24,7 +24,7 @@ from tests.multiprocess.launches import (
     until,
 )
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.alone]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.timed]
 TWO = [*RUN, "-np", "2", "--log-dir", "logs"]
 
 LOOP_SECONDS = 40.0  # on a busy machine; on an idle one 5. Horovod's stall inspector would take 600

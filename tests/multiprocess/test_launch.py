@@ -185,7 +185,7 @@ CAUSES: dict[str, tuple[str, int, int, str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 @pytest.mark.parametrize("name", CAUSES)
 def test_the_rank_that_failed_first_ends_all_and_is_named_last(start: Start, name: str) -> None:
     source, size, expected_code, cause, shown = CAUSES[name]
@@ -228,7 +228,7 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 @pytest.mark.parametrize(
     ("source", "signum", "rest"),
     [(SAVE, signal.SIGINT, ""), (PAUSE, signal.SIGTERM, ""), (PAUSE, signal.SIGHUP, ""),
@@ -244,7 +244,7 @@ def test_a_signal_is_passed_on(start: Start, source: str, signum: signal.Signals
     assert source != SAVE or all((job.folder / f"saved-{rank}").exists() for rank in (0, 1))
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_kills_at_once(start: Start, signum: signal.Signals) -> None:
     job = start(IGNORE_SIGNALS)
@@ -271,7 +271,7 @@ ENDS: dict[str, tuple[str, signal.Signals | None]] = {
 
 
 @pytest.mark.parametrize("name", ENDS)
-@pytest.mark.alone
+@pytest.mark.timed
 def test_daemons_that_a_rank_started_are_ended_by_any_end(start: Start, name: str) -> None:
     rest, signum = ENDS[name]
     job = start(DAEMON + f"    {rest}\n")

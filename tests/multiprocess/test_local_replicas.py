@@ -79,8 +79,13 @@ def test_central_storage_holds_everything_on_the_host_and_sends_weights_in_each_
     }  # fmt: skip
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("case", ["test_fit_float64", "test_batchnorm_synchronized"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param("test_fit_float64", marks=pytest.mark.full),
+        pytest.param("test_batchnorm_synchronized", marks=pytest.mark.ci),
+    ],
+)
 def test_two_ranks_of_horovod_with_two_devices_each(
     case: str, forks: ForkServer, pools: Any, tmp_path: Path
 ) -> None:

@@ -79,7 +79,7 @@ def test_the_ranks_of_two_nodes_on_one_host_are_local_to_each_other(launch: Star
     assert sorted(out.splitlines()) == [f"[{rank}] {rank} {place.format(rank)} {tmp_path}" for rank in (1, 2)]
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 def test_a_killed_rank_of_one_node_ends_all(launch: Start, tmp_path: Path) -> None:
     source = "mark(f'ready{rank}'); wait_for('ready0')\n" + (
         "if rank == 1:\n    print('last words', flush=True); fail_by(lambda: os.kill(os.getpid(), 9))\ntime.sleep(60)\n"
@@ -102,7 +102,7 @@ def test_ctrl_c_on_one_node_ends_all(launch: Start, tmp_path: Path, node: int) -
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-@pytest.mark.alone
+@pytest.mark.timed
 def test_a_launcher_that_is_killed_ends_all(launch: Start, tmp_path: Path, lost: int) -> None:
     both = launch(WAIT, 0), launch(WAIT, 1)
     wait_for(tmp_path, "ready0", "ready1")

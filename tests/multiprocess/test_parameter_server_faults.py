@@ -27,7 +27,7 @@ HANG_SECONDS = 4.0
 FOUND_OUT_SECONDS = 90.0  # a few pings that aren't answered, each in a call that TensorFlow makes after the other
 JOIN_SECONDS = 15.0  # of the coordinator, where somebody goes or hangs before he has come
 RATE = 0.1  # of the script's asynchronous training
-pytestmark = [pytest.mark.timeout(900), pytest.mark.full, pytest.mark.alone]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.full, pytest.mark.timed]
 
 # So that who hangs is found out soon. Steps are short here: a server takes frequent pings for an attack only while no
 # data flow.

@@ -222,7 +222,7 @@ def test_a_lost_worker_is_no_crash(start: Start) -> None:
     assert (code, messages(err)) == (0, [])
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 def test_a_launcher_that_is_killed_leaves_no_rank_and_no_file(start: Start) -> None:
     job = start("commit(3)\nat_sigterm(lambda: None)\nwait_for_ever()", "--max-restarts", "2")
     wait_for(job.folder, "ready-0.0", "ready-1.0")
@@ -233,7 +233,7 @@ def test_a_launcher_that_is_killed_leaves_no_rank_and_no_file(start: Start) -> N
     assert [*(job.folder / "temporary").iterdir()] == []
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 def test_what_a_rank_started_lives_until_it_has_committed(start: Start) -> None:
     """As processes that read data for the step in which the rank notices the signal."""
     job = start(

@@ -34,7 +34,7 @@ _LAUNCHERS = {
     "parameter_server": [*RUN, "--workers", "2", "--ps", "1"],
 }
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(4 * _SECONDS), pytest.mark.alone]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(4 * _SECONDS), pytest.mark.timed]
 
 # The cheaper ones more often.
 _TURNS = (

@@ -78,7 +78,7 @@ def check_passed(
     assert float(difference[1]) < 1e-6
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 @pytest.mark.parametrize(
     "backend",
     [pytest.param(name, marks=pytest.mark.ci if name == "horovod" else pytest.mark.full) for name in WITH_RANKS],
@@ -91,7 +91,7 @@ def test_ranks_that_are_well(start: Commands, backend: str) -> None:
 
 @pytest.mark.skipif(not HOROVODRUN.exists(), reason="there is no horovodrun")
 @pytest.mark.ci
-@pytest.mark.alone  # of time: the network is compared with what one sum needs
+@pytest.mark.timed  # of time: the network is compared with what one sum needs
 def test_under_another_launcher(start: Commands) -> None:
     code, lines, err = finish(start(str(HOROVODRUN), "-np", "2", *SELFTEST))
     assert code == 0, (lines, err)

@@ -149,7 +149,7 @@ def test_the_store_keeps_texts() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.alone
+@pytest.mark.timed
 def test_our_launcher_needs_no_horovod(tmp_path: Path) -> None:
     (tmp_path / "horovod").mkdir()
     (tmp_path / "horovod" / "__init__.py").write_text('raise ImportError("no compiler here")')
@@ -170,7 +170,7 @@ def free_addresses(count: int) -> list[str]:
 
 
 @pytest.mark.full
-@pytest.mark.alone
+@pytest.mark.timed
 def test_plain_processes_name_both_calls(commands: Commands, tmp_path: Path) -> None:
     chief, worker = free_addresses(2)
     command = [sys.executable, str(SCRIPTS / "out_of_step.py"), "barrier_on_one", str(tmp_path)]

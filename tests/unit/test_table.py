@@ -115,7 +115,7 @@ def test_unstable():
     assert was_here, "too slow this time"
 """
 FAILS = "def test_fails(): assert 1 == 2\n"
-ALONE = "import pytest\n@pytest.mark.alone\ndef test_alone(): pass\n"
+TIMED = "import pytest\n@pytest.mark.timed\ndef test_timed(): pass\n"
 FULL = "import pytest\n@pytest.mark.full\ndef test_full(): pass\n"
 
 
@@ -140,12 +140,12 @@ def run(folder: Path, **files: str) -> tuple[int, str]:
 
 
 def test_a_test_that_passes_once_more_is_unstable_and_one_that_fails_again_fails_the_run(folder: Path) -> None:
-    code, text = run(folder, passes=PASSES, unstable=UNSTABLE, fails=FAILS, alone=ALONE, full=FULL)
+    code, text = run(folder, passes=PASSES, unstable=UNSTABLE, fails=FAILS, timed=TIMED, full=FULL)
     assert code == 1, text
     assert "test_unstable failed, then passed alone. Mend it. It had failed with:" in text
     assert "3 passed, 0 skipped, 1 failed, 1 unstable" in text.splitlines()[-1]
 
 
-def test_what_runs_alone_stands_where_the_suite_looks() -> None:
-    files = {path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.alone" in path.read_text()}
-    assert {path.parent for path in files - {Path(__file__)}} == {ROOT / suite.ALONE}
+def test_what_is_timed_stands_where_the_suite_looks() -> None:
+    files = {path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.timed" in path.read_text()}
+    assert {path.parent for path in files - {Path(__file__)}} == {ROOT / suite.TIMED}
