@@ -24,6 +24,7 @@ from tests.contract.parts import (
     Linear,
     classes,
     compiled,
+    computed,
     dataset,
     descend,
     fitted,
@@ -143,7 +144,7 @@ def test_loop_full_batches(distribute: Any) -> Numbers:
 
 
 class OwnLoss(Linear):
-    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, **options: Any) -> Any:
+    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None) -> Any:
         errors = (y - y_pred) ** 2
         if tf.rank(errors) > 1:  # a tensor: see `Loop.step`
             errors = tf.reduce_sum(errors, -1)
@@ -152,14 +153,18 @@ class OwnLoss(Linear):
 
 @contract("loop-distributed-model", also=("tpu-8",), covered_by=("loop-eager",))
 def test_loop_distributed_model(distribute: Any) -> Numbers:
-    own = Loop(distribute, model=compiled(distribute, model=OwnLoss()))
-    own.loss_of = lambda y, y_pred: own.model.compute_loss(None, y, y_pred)
-    own_loss = own.train(distribute, dataset(24), epochs=1)
-    loop = Loop(distribute)
-    loop.model = compiled(distribute, keras.optimizers.Adam(0.01, global_clipnorm=0.1), metrics=["mae"])
-    loop.optimizer, loop.loss_of = loop.model.optimizer, lambda y, y_pred: loop.model.compute_loss(None, y, y_pred)
-    after = loop.train(distribute, dataset(24), epochs=1)
-    return {"own_loss": own_loss, "after": after, **fitted(loop.model, dataset(24))}
+    def loop(model: Any) -> tuple[Any, Numbers]:
+        loop = Loop(distribute)
+        adam = keras.optimizers.Adam(0.01, global_clipnorm=0.1)
+        loop.model = compiled(distribute, adam, model=model, metrics=["mae"])
+        loop.optimizer, loop.loss_of = loop.model.optimizer, lambda y, y_pred: loop.model.compute_loss(None, y, y_pred)
+        return loop.model, loop.train(distribute, dataset(24), epochs=1)
+
+    def then_fit() -> Numbers:
+        model, in_loop = loop(mlp())
+        return {"loop": in_loop, **fitted(model, dataset(24))}
+
+    return computed({"own loss": lambda: loop(OwnLoss())[1], "then fit": then_fit}, "own loss")
 
 
 def rows_of(own_rank: int) -> tuple[Any, Any]:

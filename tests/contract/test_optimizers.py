@@ -129,12 +129,12 @@ FUSED = {
     "adamw": without_bias,
     "muon": OTHERS["muon"],
     "accumulated": OTHERS["gradient-accumulation"],
-    "scaled": lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.01), initial_scale=64.0),
+    "scaled": lambda: optimizers.LossScaleOptimizer(FUSED["adam"](), initial_scale=64.0),
 }
 
 
 def fused() -> dict[str, Any]:
-    return some(FUSED, "adam", "scaled")
+    return some(FUSED, "scaled")
 
 
 def are_fused(results: list[Numbers], expected: Numbers, size: int) -> None:
