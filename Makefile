@@ -72,6 +72,10 @@ test-slow: $(INSTALLED) ## Compile ResNet50 and a transformer for a TPU by its c
 test-mpi: $(VENV)-mpi/.installed ## Build Horovod with MPI beside the other one and run what sends by it (about 6 minutes)
 	$(VENV)-mpi/bin/python -m pytest -n 0 -m full tests/multiprocess/test_mpi.py $(ARGS)
 
+.PHONY: test-machine
+test-machine: $(HOROVOD) ## Install the wheel on a bare Debian, build the CPU image; as root, with debootstrap, buildah
+	$(BIN)/python -m pytest -n 0 -m full tests/multiprocess/test_fresh_machine.py $(ARGS)
+
 .PHONY: test-slurm
 test-slurm: $(HOROVOD) ## Run under a real Slurm of two hosts; as root, after apt-get install slurmctld slurmd munge
 	$(BIN)/python -m pytest -n 0 -m full tests/multiprocess/test_slurm.py $(ARGS)

@@ -133,6 +133,16 @@ def test_adasum_is_that_of_the_paper(run: Run, size: int) -> None:
             assert np.abs(adasum(of_ranks) - other).max() > 1e-3
 
 
+def test_adasum_of_several_devices_of_a_rank_is_refused(run: Run) -> None:
+    source = "import keras_dist as kd; kd.init(kd.Horovod(op='adasum', devices=['CPU:0', 'CPU:1']))"
+    code, _, err = run(source, [*MPIRUN, "2", sys.executable])
+    assert code == 1
+    assert (
+        "Adasum combines the gradients of ranks, each of which has one device.\n"
+        "Received: op='adasum' on 2 devices of each rank\nRemedy: Start a rank for each device"
+    ) in err
+
+
 def gradients_of(weights: list[Any], x: Any, y: Any) -> list[Any]:
     """Returns the gradients of the mean squared error, by hand."""
     kernel, bias, kernel_2, bias_2 = weights
