@@ -55,10 +55,11 @@ class Collectives(abc.ABC):
     @abc.abstractmethod
     def scatter(self, payload: Any, lengths: Any, name: str) -> Any: ...
     @abc.abstractmethod
-    def broadcast(self, arrays: list[Any]) -> list[Any]:
-        """Returns the chief's values of uint8 tensors of one axis, of the same lengths on all ranks."""
+    def broadcast(self, words: Any) -> Any:
+        """Returns the chief's int32 tensor of one axis, of the same length on all ranks. Called eagerly."""
 
 
+_BUFFER_BYTES = 2**24  # arrays are sent together up to this size
 _LENGTH_BYTES = 8
 _CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, frozenset, dict)}
 _FROM_ARRAY: dict[str, Callable[[np.ndarray], Any]] = {
@@ -155,16 +156,26 @@ class ProcessBackend(Backend):
         return [value for _, value in received]
 
     def broadcast_arrays(self, arrays: Sequence[Any]) -> list[Any]:
-        raw = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
-        try:
-            with tf.device("CPU:0"):
-                received = self._collectives.broadcast([tf.constant(array) for array in raw])
-        except Exception as error:
-            raise self.translate(error) from error
-        return [
-            tensor.numpy().view(np.asarray(array).dtype).reshape(np.shape(array))
-            for tensor, array in zip(received, arrays, strict=True)
-        ]
+        groups, size = [list[np.ndarray]()], 0
+        for array in map(np.asarray, arrays):
+            size += array.nbytes
+            if size > _BUFFER_BYTES:
+                groups.append([])
+                size = array.nbytes
+            groups[-1].append(array)
+        received = []
+        for group in filter(None, groups):
+            parts = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in group]
+            ends = np.cumsum([len(part) for part in parts])
+            words = np.concatenate([*parts, np.zeros(-ends[-1] % 4, np.uint8)]).view(np.int32)
+            try:
+                with tf.device("CPU:0"):
+                    raw = self._collectives.broadcast(tf.constant(words)).numpy().view(np.uint8)
+            except Exception as error:
+                raise self.translate(error) from error
+            *parts, _ = np.split(raw, ends)
+            received += [part.view(old.dtype).reshape(old.shape) for part, old in zip(parts, group, strict=True)]
+        return received
 
     # --- In the step ---
 

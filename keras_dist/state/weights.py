@@ -88,30 +88,43 @@ _NOTHING = Fingerprints()
 
 def checksums(variables: Sequence[Any]) -> np.ndarray:
     """Returns one int64 per variable, which depends on every bit of it, and is 0 for zeros."""
-    if not variables:
-        return np.zeros([0], np.int64)
-    # Tensors, not variables: for variables TensorFlow would reuse a trace for another model with other shapes.
-    return np.asarray(_checksums([tf.convert_to_tensor(variable.value) for variable in variables]))
+    return _checksums([variable.value for variable in variables])
 
 
 _CHUNK = 2**20  # bytes of a variable that are summed at once: each needs 24 bytes of memory meanwhile
+_FACTOR = 0x9E3779B97F4A7C1
+
+
+def _checksums(values: Sequence[Any]) -> np.ndarray:
+    """Small ones are summed on the host: to trace a function for each model takes a hundred times as long."""
+    values = [tf.cast(value, tf.uint8) if value.dtype == tf.bool else tf.convert_to_tensor(value) for value in values]
+    large = [value for value in values if _is_large(value)]
+    of_large = iter(_checksums_of_large(large).numpy() if large else ())
+    return np.array([next(of_large) if _is_large(value) else _checksum(value.numpy()) for value in values], np.int64)
+
+
+def _is_large(value: Any) -> bool:
+    return value.shape.num_elements() * value.dtype.size > _CHUNK
+
+
+def _checksum(array: np.ndarray) -> np.int64:
+    numbers = np.frombuffer(array.tobytes(), np.uint8).astype(np.int64)
+    return np.sum(numbers * np.arange(1, 2 * len(numbers), 2) * _FACTOR, dtype=np.int64)
 
 
 @tf_compat.often_traced
-def _checksums(values: list[Any]) -> Any:
+def _checksums_of_large(values: list[Any]) -> Any:
+    """The same, where the variables are."""
+
     def checksum(value: Any) -> Any:
-        value = tf.cast(value, tf.uint8) if value.dtype == tf.bool else value
         flat = tf.reshape(tf.bitcast(value, tf.uint8), [-1])
 
         def add(start: Any, total: Any) -> tuple[Any, Any]:
             numbers = tf.cast(flat[start : start + _CHUNK], tf.int64)
             factors = tf.range(2 * start + 1, 2 * (start + tf.size(numbers, tf.int64)), 2, tf.int64)
-            return start + _CHUNK, total + tf.reduce_sum(numbers * factors * 0x9E3779B97F4A7C1)
+            return start + _CHUNK, total + tf.reduce_sum(numbers * factors * _FACTOR)
 
-        zero, size = tf.zeros([], tf.int64), flat.shape.num_elements()
-        if size is not None and size <= _CHUNK:
-            return add(zero, zero)[1]
-        ended = tf.size(flat, tf.int64)
+        zero, ended = tf.zeros([], tf.int64), tf.size(flat, tf.int64)
         return tf.while_loop(lambda start, _: start < ended, add, (zero, zero), parallel_iterations=1)[1]
 
     return tf.stack([checksum(value) for value in values])
@@ -228,7 +241,7 @@ def check_copies(variables: Sequence[Any], backend: Backend) -> None:
     sums = {}
     for device, copies in backend.copies(variables).items() if variables else ():
         with tf.device(device):
-            sums[device] = np.asarray(_checksums([copy.read_value() for copy in copies]))
+            sums[device] = _checksums([copy.read_value() for copy in copies])
     first = next(iter(sums.values()), None)
     for device, others in sums.items():
         if np.any(others != first):

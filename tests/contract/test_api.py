@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -13,6 +14,8 @@ import pytest
 import tensorflow as tf
 
 import keras_dist as kd
+from keras_dist.cluster import current_backend
+from keras_dist.comm import processes
 from tests.contract.harness import Numbers, asking, contract
 from tests.contract.parts import compiled, dataset, fitted, mlp, noted_warnings, numbers, undistributed
 
@@ -31,12 +34,18 @@ def test_who_am_i(distribute: Any) -> Numbers:
     return {"own_answers": {function.__name__: function() for function in functions}}
 
 
-contract("broadcast", sizes=(3,), also=("serial-1", "multi_worker-2"))(
-    lambda distribute: {
+@contract("broadcast", sizes=(3,), also=("serial-1", "multi_worker-2"))
+def test_broadcast(distribute: Any) -> Numbers:
+    """A value, and as `fit` does it arrays of any type and shape, of which some are sent together."""
+    dtypes = ("float64", "uint8", "bool", "float16", tf.bfloat16.as_numpy_dtype, "int64")
+    shapes = ((2, 3), (3,), (), (5, 1), (7,), (0, 2))
+    arrays = [np.full(shape, 1 + kd.rank(), dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    with mock.patch.object(processes, "_BUFFER_BYTES", 50):
+        received = current_backend().broadcast_arrays(arrays)
+    return {
         "array": kd.broadcast(np.arange(3) + kd.rank()), "text": kd.broadcast(f"of rank {kd.rank()}"),
-        "none": kd.broadcast(None),
-    }
-)  # fmt: skip
+        "none": kd.broadcast(None), "arrays": received,
+    }  # fmt: skip
 
 
 @contract("barrier", also=("serial-1",))
@@ -73,7 +82,6 @@ def chief_is_warned(results: list[Numbers], golden: Numbers, size: int) -> None:
 @contract("warns-undistributed", verify=chief_is_warned)
 def test_warns_undistributed(distribute: Any) -> Numbers:
     """Once, and not for models that are distributed."""
-    from keras_dist.cluster import current_backend
     from keras_dist.training.refusals import watch
 
     plain = keras.Model.make_train_function

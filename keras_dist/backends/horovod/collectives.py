@@ -55,11 +55,8 @@ class HorovodCollectives(Collectives):
         self._adasum = adasum
 
     @_traced
-    def broadcast(self, arrays: list[Any]) -> list[Any]:
-        return [
-            self._hvd.broadcast(array, 0, name=f"keras_dist_broadcast_{index}", ignore_name_scope=True)
-            for index, array in enumerate(arrays)
-        ]
+    def broadcast(self, words: Any) -> Any:
+        return self._hvd.broadcast(words, 0, name="keras_dist_broadcast", ignore_name_scope=True)
 
     @_traced
     def all_gather(self, tensor: Any, name: str) -> Any:

@@ -55,16 +55,8 @@ class TensorFlowCollectives(Collectives):
         with tf.device("CPU:0"):
             self._reduce(tf.zeros([1]), _key("connect"), timeout=seconds)
 
-    def broadcast(self, arrays: list[Any]) -> list[Any]:
-        received: list[Any] = list(arrays)
-        for number, members in enumerate(_buffers(arrays)):
-            lengths = [arrays[index].shape[0] for index in members]
-            buffer = tf.concat([arrays[index] for index in members], 0)
-            words = self._from_chief(_to_words(buffer), f"broadcast_{number}")
-            parts = tf.split(_from_words(words, tf.uint8, sum(lengths)), lengths)
-            for index, part in zip(members, parts, strict=True):
-                received[index] = part
-        return received
+    def broadcast(self, words: Any) -> Any:
+        return self._from_chief(words, "broadcast")
 
     def all_gather(self, tensor: Any, name: str) -> Any:
         with tf.device("CPU:0"):
