@@ -280,9 +280,12 @@ def functions_run_eagerly(eagerly: bool) -> Iterator[None]:
         tf.config.run_functions_eagerly(before)
 
 
-def often_traced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that is traced often, for each name or model that it is called with, without a warning."""
-    traced = tf.function(function, autograph=False, reduce_retracing=True)
+def often_traced(function: Callable[..., Any], *, keeps_shapes: bool = False) -> Callable[..., Any]:
+    """Returns a function that is traced often, for each name or model that it is called with, without a warning.
+
+    Unless it `keeps_shapes`, one trace takes tensors of several shapes.
+    """
+    traced = tf.function(function, autograph=False, reduce_retracing=not keeps_shapes)
     traced._omit_frequent_tracing_warning = True
     return traced
 

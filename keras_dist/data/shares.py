@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_dist.compat import tf_data
+from keras_dist.compat import tf_compat, tf_data
 from keras_dist.data.pipeline import decompose, fingerprint_of, map_elements, with_fingerprints
 from keras_dist.logging import logger
 
@@ -76,6 +76,10 @@ def take_share(batch: Any, rank: int, size: int) -> Share:
     return cut(batch, rank, size)._replace(fingerprint=fingerprint_of(batch))
 
 
+# Each call of `fit`, `evaluate` or `predict` makes a dataset, most often of batches of the same kind.
+_traced_share = tf_compat.often_traced(take_share, keeps_shapes=True)
+
+
 def cut(batch: Any, rank: int, size: int) -> Share:
     """Returns the share of one rank without a fingerprint, see `take_share`."""
     lengths = lengths_of(batch)
@@ -137,7 +141,7 @@ def shard_dataset(
     made = "all examples" if pipeline is None else "the examples of its own share only"
     logger().debug("input: each rank makes %s", made)
     if (pairs := with_fingerprints(batches)) is None:
-        shares = map_batches(batches, lambda batch: take_share(batch, rank, size))
+        shares = map_batches(batches, lambda batch: _traced_share(batch, rank, size))
     else:
         shares = map_batches(pairs, lambda pair: cut(pair[0], rank, size)._replace(fingerprint=pair[1]))
     if pipeline is None:
