@@ -125,6 +125,11 @@ def test_another_python_or_tensorflow(tmp_path: Path, python: str, tensorflow: s
     assert f"tensorflow-cpu-{tensorflow}." in output
     assert f"cpython-{python.replace('.', '')}" in output
     assert "Tested: an all-reduce of 2 processes gave the right sum" in output
+    selftest = [str(interpreter), "-m", "keras_dist", "selftest", "-np", "2", "--backend"]
+    for backend in ("horovod", "multi_worker"):
+        done = subprocess.run([*selftest, backend], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "ok      training: " in done.stdout
 
 
 def environment_beside_ours(directory: Path) -> Path:
