@@ -143,7 +143,7 @@ PATCHES: tuple[Patch, ...] = (
         path="horovod/tensorflow/CMakeLists.txt",
         before='set_target_properties(${TF_TARGET_LIB} PROPERTIES PREFIX "")\n',
         after='set_target_properties(${TF_TARGET_LIB} PROPERTIES PREFIX "")\n'
-        "if(NOT HAVE_CUDA AND NOT HAVE_ROCM)\n"  # of which nobody has tried this
+        "if(NOT HAVE_CUDA AND NOT HAVE_ROCM)\n"  # nobody has tried this with them
         "  set_target_properties(${TF_TARGET_LIB} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 20)\nendif()\n",
         why="Its files share most headers: in two units they compile in two thirds of the time.",
     ),
