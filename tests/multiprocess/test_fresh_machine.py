@@ -32,11 +32,11 @@ pytestmark = [
 ]
 
 
-def run(*command: str | Path, **variables: str) -> str:
+def run(*command: str | Path) -> str:
     """Runs a command, and returns what it says."""
     # Not the variables of this environment, but for those that say where packages are.
     kept = {name: value for name, value in os.environ.items() if name.startswith("PIP_") or name.endswith("_proxy")}
-    environ = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LANG": "C.UTF-8", **kept, **variables}
+    environ = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LANG": "C.UTF-8", **kept}
     done = subprocess.run(list(map(str, command)), env=environ, capture_output=True, text=True)
     assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
     return done.stdout + done.stderr
