@@ -449,7 +449,7 @@ contract("metrics-accuracy", covered_by=("together-metrics",))(lambda distribute
 contract("metrics-mean-iou", covered_by=("together-metrics",))(
     lambda distribute: of_kinds(distribute, keras.metrics.MeanIoU(3, sparse_y_pred=False, name="iou"))
 )
-@contract("metrics-over-examples", also=("mirrored-2",), of=NOT_TPU)
+@contract("metrics-over-examples", of=NOT_TPU)
 def test_metrics_over_examples(distribute: Distribute) -> Numbers:
     """Keras's own metrics over the first axis; it is -2 of a matrix."""
     metrics = [keras.metrics.PearsonCorrelation(axis=0), keras.metrics.CosineSimilarity(axis=-2)]

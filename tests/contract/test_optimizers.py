@@ -80,7 +80,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "schedule-free-adamw": {"covered_by": ("adam",), "since": "3.14"},
     "multi-optimizer": {"covered_by": ("optimizers-found",), "since": "3.15"},
     **dict.fromkeys(("cosine-decay", "learning-rate-schedule"), {"covered_by": ("scale-learning-rate-schedules",)}),
-    "gradient-accumulation": {"sizes": (3,)},
+    "gradient-accumulation": {"sizes": (3,), "covered_by": ("gradient-accumulation-remainder", "adam")},
     "ema-overwrite": {"covered_by": ("ema-overwrite-at-end",)},
 }
 
@@ -300,7 +300,7 @@ def one_reduction_per_update(results: list[Numbers], plain: Numbers, size: int) 
 
 @contract(
     "gradient-accumulation-reductions", sizes=(3,), verify=one_reduction_per_update,
-    covered_by=("gradient-accumulation",),
+    covered_by=("gradient-accumulation-remainder",),
 )  # fmt: skip
 def test_gradient_accumulation_reductions(distribute: Distribute) -> Numbers:
     from keras_dist.api import current_backend

@@ -49,7 +49,7 @@ EVERYWHERE = (
 contract("fit-float32", float32=True, tolerance=FLOAT32, sizes=(3, 4), covered_by=("fit-float64",))(
     lambda distribute: used(compiled(distribute), *numbers())
 )
-contract("fit-float64", sizes=(3, 4), also=(*EVERYWHERE, "multi_worker-4"))(
+contract("fit-float64", sizes=(3, 4), also=EVERYWHERE)(
     lambda distribute: used(compiled(distribute), *numbers(), epochs=5)
 )
 
@@ -397,7 +397,7 @@ contract("fit-spectral-normalization", covered_by=("fit-layer-state", "exact-bat
 
 # --- Execution ---
 
-contract("fit-run-eagerly", sizes=(3,), also=("mirrored-2",))(
+contract("fit-run-eagerly", sizes=(3,))(
     lambda distribute: fitted(
         compiled(distribute, run_eagerly=True, metrics=["mae"]), *numbers(), validation_data=numbers(9)
     )

@@ -89,7 +89,7 @@ def is_split() -> bool:
     return kd.num_replicas() > 1 and not is_tpu()
 
 
-@contract("jit-compile-models", float32=True, tolerance=FLOAT32_ADAM, also=("mirrored-2",))
+@contract("jit-compile-models", float32=True, tolerance=FLOAT32_ADAM)
 def test_jit_compile_models(distribute: Distribute) -> Numbers:
     """A custom step, a GAN without `call`, masks and loops, sparse gradients, losses of layers, mixed precision."""
     x, y = numbers()

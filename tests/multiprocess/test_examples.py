@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from keras_dist.launcher.nodes import free_ports
+from tests.forks import ForkServer
 from tests.multiprocess.launches import EXAMPLES, ROOT, RUN, Commands, assert_close, finished, found, output_of
 
 sys.path.insert(0, str(ROOT / "docs"))
@@ -33,16 +34,18 @@ def numbers(pattern: str, output: str) -> list[list[float]]:
 
 
 @pytest.mark.ci
-def test_both_scripts_of_the_readme_give_the_same_numbers(tmp_path: Path) -> None:
+def test_both_scripts_of_the_readme_give_the_same_numbers(forks: ForkServer, tmp_path: Path) -> None:
     plain, distributed = make_terminal.scripts(README)
     assert make_terminal.commands(README) == ["python train.py", "keras-dist run -np 2 train.py"]
+    (tmp_path / "train.py").write_text(distributed)
     printed = []
-    alone = [sys.executable]
-    for script, launcher in ((NO_KERAS_DIST + plain, alone), (distributed, alone), (distributed, TWO)):
-        (tmp_path / "train.py").write_text(script)
-        output = output_of(*launcher, "train.py", folder=tmp_path)
+    for run in (
+        lambda: forks.run(NO_KERAS_DIST + plain, tmp_path).stdout,
+        lambda: forks.run(distributed, tmp_path).stdout,
+        lambda: output_of(*TWO, "train.py", folder=tmp_path),
+    ):
+        printed.append([float(number) for number in re.findall(r"(?:accuracy|loss): ([\d.e+-]+)", run())])
         (tmp_path / "digits.keras").unlink()
-        printed.append([float(number) for number in re.findall(r"(?:accuracy|loss): ([\d.e+-]+)", output)])
     assert len(printed[0]) == 4 * 4  # epochs, numbers of each
     assert printed[1] == pytest.approx(printed[0], abs=2e-4)  # 4 digits are shown
     assert printed[2] == pytest.approx(printed[0], abs=2e-4)
@@ -52,12 +55,13 @@ def test_both_scripts_of_the_readme_give_the_same_numbers(tmp_path: Path) -> Non
 PLAIN_DIGITS = NO_KERAS_DIST + """
 import json, runpy
 from pathlib import Path
+import keras
+keras.config.set_floatx("float64")  # as `keras.json` says, which the process that forks has not read
 folder, *arguments = sys.argv[1:]
 sys.path.insert(0, folder)
 sys.argv = ["digits.py", "--output", "plain", *arguments]
 runpy.run_path(str(Path(folder) / "digits.py"), run_name="__main__")
 
-import keras
 import tensorflow as tf
 from digits_dataset import load
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -86,7 +90,7 @@ def written(folder: Path) -> list[str]:
 
 
 @pytest.mark.ci
-def test_digits(tmp_path: Path) -> None:
+def test_digits(forks: ForkServer, tmp_path: Path) -> None:
     """In float64: in float32 the plain script differs from itself by 1 % with other numbers of threads."""
     (tmp_path / "keras.json").write_text(json.dumps({"floatx": "float64"}))
     arguments = ["--epochs", "3", "--seed", "1", "--data-dir", "data"]
@@ -94,7 +98,7 @@ def test_digits(tmp_path: Path) -> None:
     # First, so that the ranks find no data set and one of them has to make it.
     command = [*TWO, EXAMPLES / "digits_distributed.py", "--output", "distributed", *arguments]
     output = output_of(*command, folder=tmp_path, **home)
-    plain = output_of(sys.executable, "-c", PLAIN_DIGITS, EXAMPLES, *arguments, folder=tmp_path, **home)
+    plain = forks.run(PLAIN_DIGITS, tmp_path, str(EXAMPLES), *arguments, **home).stdout
 
     ((accuracy,),) = numbers(r"test accuracy: (0\.\d{4}|1\.0000)", output)
     assert accuracy > 0.9  # after 3 epochs; 0.98 or more after all

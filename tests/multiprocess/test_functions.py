@@ -279,7 +279,7 @@ def die() -> None:
     os._exit(7)
 
 
-@pytest.mark.parametrize("is_forked", [True, pytest.param(False, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("is_forked", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_one_pool_from_start_to_end(forks: ForkServer, is_forked: bool) -> None:
     """With one rank; the tests of several ranks are below."""
     with ForkedPool(forks, 1, "serial", os.environ) if is_forked else WorkerPool(1, "serial") as pool:

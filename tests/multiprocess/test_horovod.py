@@ -82,7 +82,8 @@ def seen(start: Start, folder: Path, *options: str) -> list[Any]:
     return [json.loads((folder / f"seen-{rank}").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("backend", ["horovod", pytest.param("multi_worker", marks=pytest.mark.full)])
+@pytest.mark.full  # on two cores the next test has the same
+@pytest.mark.parametrize("backend", ["horovod", "multi_worker"])
 def test_each_rank_has_its_cores(start: Start, tmp_path: Path, backend: str) -> None:
     ranks = seen(start, tmp_path, "--backend", backend)
     cores = sorted(os.sched_getaffinity(0))
@@ -110,12 +111,3 @@ def test_gloo_yields_where_a_rank_has_one_core(
         os.sched_setaffinity(0, before)
     assert all(rank["idle"] > 0 for rank in ranks)
     assert [rank["allowed"] for rank in ranks] == ([[[cores[0]]], [[cores[-1]]]] if is_bound else [[cores]] * 2)
-
-
-@pytest.mark.ci
-def test_a_wrong_setting_is_named(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KERAS_DIST_BIND", "yes")
-    code, _, err = start(CORES).finish()
-    assert code == 1
-    assert "Received: KERAS_DIST_BIND='yes'" in err
-    assert "Set it to 0 or 1, or unset it for 1." in err

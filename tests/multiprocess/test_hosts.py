@@ -197,8 +197,7 @@ BACKENDS = {
     "nodes": ("horovod", "multi_worker"), "ssh": ("horovod", "multi_worker"), "horovodrun": ("horovod",),
     "tf-config": ("multi_worker",),
 }  # fmt: skip
-IN_CI = [("debian", "nodes", "horovod"), ("debian", "ssh", "horovod"), ("lan", "horovodrun", "horovod")]
-IN_CI += [("lan", "tf-config", "multi_worker")]
+IN_CI = [("debian", "nodes", "horovod"), ("lan", "horovodrun", "horovod")]
 CASES = [
     pytest.param(*case, marks=pytest.mark.ci if case in IN_CI else pytest.mark.full)
     for kind in ETC_HOSTS

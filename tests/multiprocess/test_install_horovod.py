@@ -68,7 +68,7 @@ def test_the_real_source_is_fetched_and_corrected(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.ci
+@pytest.mark.full  # its parts: test_horovod_build; the test of what was built: CI's set-up
 def test_the_second_install_takes_seconds(tmp_path: Path) -> None:
     tensorflow = installed_tensorflow()
     assert tensorflow is not None

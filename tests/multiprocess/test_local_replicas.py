@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import json
 import os
 import socket
 import subprocess
@@ -27,8 +28,7 @@ from tests.contract.harness import (
     run_in_worker,
 )
 from tests.forks import ForkedPool, ForkServer
-from tests.multiprocess.launches import RUN, SCRIPTS, Commands, output_of
-from tests.multiprocess.launches import run as run_command
+from tests.multiprocess.launches import SCRIPTS, Commands, output_of
 from tests.multiprocess.test_parameter_server import own_step
 
 Run = Callable[[str], subprocess.CompletedProcess[str]]
@@ -47,9 +47,16 @@ GRADIENTS = 64 * 512 + 512 + 512 * 8  # numbers; the last bias is too small to b
 ROWS = 4 * 64  # of the share of a batch of 12, on 3 devices
 
 
-def crossing(backend: str) -> list[str]:
-    """Returns the lines of `scripts/crossing.py` but for those of the logs."""
-    return output_of(sys.executable, SCRIPTS / "crossing.py", backend).splitlines()
+@pytest.fixture
+def crossing(forks: ForkServer, tmp_path: Path) -> Callable[[str], list[str]]:
+    """Returns the lines that `scripts/crossing.py` prints of a backend."""
+
+    def lines(backend: str) -> list[str]:
+        done = forks.run((SCRIPTS / "crossing.py").read_text(), tmp_path, backend)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    return lines
 
 
 @pytest.mark.parametrize(
@@ -59,7 +66,9 @@ def crossing(backend: str) -> list[str]:
         pytest.param("others", 1, (0, 2), marks=pytest.mark.full),
     ],
 )
-def test_no_device_reads_the_weights_of_another(backend: str, first: int, others: tuple[int, ...]) -> None:
+def test_no_device_reads_the_weights_of_another(
+    crossing: Callable[[str], list[str]], backend: str, first: int, others: tuple[int, ...]
+) -> None:
     """Only gradients, their sums and rows of the batch go between devices, and all copies are alike."""
     places, sent, *copies = crossing(backend)
     assert places == f"['CPU:{first}']"  # of the variables, and of the batch
@@ -71,7 +80,9 @@ def test_no_device_reads_the_weights_of_another(backend: str, first: int, others
 
 
 @pytest.mark.ci
-def test_central_storage_holds_everything_on_the_host_and_sends_weights_in_each_step() -> None:
+def test_central_storage_holds_everything_on_the_host_and_sends_weights_in_each_step(
+    crossing: Callable[[str], list[str]],
+) -> None:
     places, sent = crossing("central_storage")
     assert places == "['CPU:0']"
     assert {pair: size for pair, size in ast.literal_eval(sent).items() if pair.startswith("weight")} == {
@@ -158,10 +169,10 @@ print(told)
         assert message.startswith(expected)
 
 
-@pytest.mark.ci
-def test_one_of_several_processes_is_refused() -> None:
+def test_one_of_several_processes_is_refused(forks: ForkServer, tmp_path: Path) -> None:
+    cluster = {"cluster": {"worker": ["localhost:1", "localhost:2"]}, "task": {"type": "worker", "index": 0}}
     program = "import keras_dist as kd; kd.init('mirrored')"
-    done = run_command(*RUN, "-np", "2", "--backend", "multi_worker", "--", sys.executable, "-c", program)
+    done = forks.run(program, tmp_path, TF_CONFIG=json.dumps(cluster))
     assert done.returncode == 1
     assert "The backend 'mirrored' needs one process for all devices, but several were started." in done.stderr
 

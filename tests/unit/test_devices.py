@@ -171,6 +171,12 @@ def test_each_core_belongs_to_one_rank_if_there_are_enough(cores: int, ranks: in
         assert {core for part in parts for core in part} == {*range(cores)}
 
 
+def test_a_wrong_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    received = "Received: KERAS_DIST_BIND='yes'\nRemedy: Set it to 0 or 1, or unset it for 1"
+    with pytest.raises(ConfigurationError, match=received):
+        bound(Topology(1, 8, 1, 8), (1, 8), 16, {"KERAS_DIST_BIND": "yes"}, monkeypatch)
+
+
 STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "SLURM_CPUS_PER_TASK": "4"}
 BOUND = {**STEP, "SLURM_CPU_BIND_LIST": "0xf,0xf0"}
 SHARED = {"KERAS_DIST_BIND": "0"}
