@@ -54,7 +54,7 @@ def outcome(folder: Path, case: str, backend: str, **variables: str) -> tuple[in
 @pytest.mark.parametrize(
     ("case", "backend"),
     [
-        pytest.param(case, backend, marks=[] if case in ("save_on_chief", "out_of_loop") else FULL)
+        pytest.param(case, backend, marks=[] if case == "save_on_chief" else FULL)
         for case in OUT_OF_STEP
         for backend in (BOTH if case.startswith("loop_") else BOTH[:1])
     ],

@@ -90,7 +90,7 @@ def test_ranks_that_are_well(start: Commands, backend: str) -> None:
 
 
 @pytest.mark.skipif(not HOROVODRUN.exists(), reason="there is no horovodrun")
-@pytest.mark.ci
+@pytest.mark.full  # horovodrun itself: "horovodrun" of test_fault_table and test_hosts
 @pytest.mark.timed  # of time: the network is compared with what one sum needs
 def test_under_another_launcher(start: Commands) -> None:
     code, lines, err = finish(start(str(HOROVODRUN), "-np", "2", *SELFTEST))
