@@ -99,6 +99,8 @@ class Backend(abc.ABC):
 
     Every rank must call each collective, in the same order. Until the last rank has called it, the others wait. A rank
     that waits for a call that never comes gets an error from the backend (`MismatchError`, `PeerLostError`).
+
+    What is not abstract is right for one process with one replica, so no caller asks whether there are others.
     """
 
     name: ClassVar[str]
@@ -108,6 +110,7 @@ class Backend(abc.ABC):
     puts_steps_together = False  # whether `fit` puts steps into one execution unasked
     mirrors = False  # whether each device of this process has a copy of every variable
     uses_xla = True  # whether XLA may compile updates or steps unasked: servers can't, and TPUStrategy does it itself
+    keeps_metrics = True  # whether a replica's metrics keep what it has counted since a reset, not in one step only
     is_used = False  # whether the script has shared work among the replicas, or divides it by `kd.rank()`
 
     @classmethod
@@ -118,6 +121,15 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def start(self, launch: Launch | None) -> None:
         """Joins the other ranks and sets `topology`. Called once, before data and model exist."""
+
+    def refuse_launch(self, launch: Launch | None) -> None:
+        """Raises `ConfigurationError` if this process is one of several: each would train alone, on all devices."""
+        if launch is not None and launch.topology.size > 1:
+            raise ConfigurationError(
+                f"The backend {self.name!r} needs one process for all devices, but several were started.",
+                f"{launch.topology}, started by {launch.launcher}",
+                "Start the script with plain `python`, or use backend='auto'.",
+            )
 
     @abc.abstractmethod
     def describe_devices(self) -> str:
@@ -144,27 +156,26 @@ class Backend(abc.ABC):
 
     # --- On the host, between executions ---
 
-    @abc.abstractmethod
     def all_gather_object(self, call: str, value: Any = None) -> list[Any]:
         """Returns the values of all ranks, in the order of rank. Every rank must call it; each waits for all others.
 
         Args:
             call: What the user called, such as `"model.save('digits.keras')"`. If ranks are in different calls, all
                 of them raise `MismatchError`, which names both calls.
-            value: A small object of the kinds that `comm.objects.encode` takes. It is sent to every rank.
+            value: A small object of the kinds that `comm.processes.encode` takes. It is sent to every rank.
         """
+        return [value]
 
-    @abc.abstractmethod
     def broadcast_arrays(self, arrays: Sequence[Any]) -> list[Any]:
         """Returns the chief's arrays. Every rank must call it; each waits for the chief.
 
         Args:
             arrays: Numpy arrays, of the same shapes and dtypes on all ranks.
         """
+        return list(arrays)
 
     # --- In the step ---
 
-    @abc.abstractmethod
     def all_reduce(self, gradients: Sequence[Any], row: Any, name: str) -> tuple[list[Any], Any]:
         """Sums gradients over the ranks, and gathers one row of numbers from each rank.
 
@@ -178,8 +189,8 @@ class Backend(abc.ABC):
         Returns:
             The sums, and a float32 tensor of shape `(size, k)` with the rows of all ranks.
         """
+        return list(gradients), row[None, :]
 
-    @abc.abstractmethod
     def all_reduce_exact(self, numbers: Any, name: str) -> Any:
         """Sums a small float tensor over the ranks, without compression. Every rank must run it.
 
@@ -187,8 +198,8 @@ class Backend(abc.ABC):
             numbers: Tensor of the same shape and dtype on all ranks.
             name: Unique among the reductions of one step, and the same on all ranks.
         """
+        return numbers
 
-    @abc.abstractmethod
     def scatter(self, payload: Any, lengths: Any, name: str) -> Any:
         """Sends each rank its part of the chief's bytes. Every rank must run it; each waits for the chief.
 
@@ -200,8 +211,8 @@ class Backend(abc.ABC):
         Returns:
             uint8 tensor of shape `(length,)`, the part of this rank.
         """
+        return payload
 
-    @abc.abstractmethod
     def all_gather(self, tensor: Any, name: str) -> Any:
         """Concatenates the replicas' tensors along the first axis, in the order of rank. Every replica must run it.
 
@@ -209,6 +220,7 @@ class Backend(abc.ABC):
             tensor: Tensor of the same dtype and shape on all ranks, except for the size of the first axis.
             name: Unique among the collectives that run at the same time, and the same on all ranks.
         """
+        return tensor
 
     # --- Replicas of this process ---
 
@@ -270,11 +282,6 @@ class Backend(abc.ABC):
         """True if the backend combines unweighted mean gradients by its own rule (Adasum)."""
         return False
 
-    @property
-    def keeps_metrics(self) -> bool:
-        """True if the metrics of a replica keep what it has counted since a reset: they are no counts of one step."""
-        return True
-
     def enter(self, call: str) -> None:  # noqa: B027 - a null object by default
         """Records that this rank is now in `call`, for the error if ranks are in different calls."""
 
@@ -315,37 +322,3 @@ def check_same_call(calls: Mapping[int, str]) -> None:
         "Make the call on every rank: move it out of `if kd.is_chief():` (`save` writes once, on the chief, and "
         "`evaluate` and `predict` share the work), and run the same script on the same data on all ranks.",
     )
-
-
-class OneProcess(Backend):
-    """A backend with one process: a null object, so that no caller asks whether there are other ranks."""
-
-    def start(self, launch: Launch | None) -> None:
-        pass
-
-    def refuse_launch(self, launch: Launch | None) -> None:
-        """Raises `ConfigurationError` if this process is one of several: each would train alone, on all devices."""
-        if launch is not None and launch.topology.size > 1:
-            raise ConfigurationError(
-                f"The backend {self.name!r} needs one process for all devices, but several were started.",
-                f"{launch.topology}, started by {launch.launcher}",
-                "Start the script with plain `python`, or use backend='auto'.",
-            )
-
-    def all_gather_object(self, call: str, value: Any = None) -> list[Any]:
-        return [value]
-
-    def broadcast_arrays(self, arrays: Sequence[Any]) -> list[Any]:
-        return list(arrays)
-
-    def all_reduce(self, gradients: Sequence[Any], row: Any, name: str) -> tuple[list[Any], Any]:
-        return list(gradients), row[None, :]
-
-    def all_reduce_exact(self, numbers: Any, name: str) -> Any:
-        return numbers
-
-    def scatter(self, payload: Any, lengths: Any, name: str) -> Any:
-        return payload
-
-    def all_gather(self, tensor: Any, name: str) -> Any:
-        return tensor

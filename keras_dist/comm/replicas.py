@@ -52,7 +52,7 @@ _REPLICA: contextvars.ContextVar[_Replica | None] = contextvars.ContextVar("kera
 class ReplicaBackend(Backend):
     """A backend whose processes each lead several replicas, once `start` has called `_use`.
 
-    Put it before the class with the collectives between the processes, `OneProcess` or `ProcessBackend`.
+    If there are several processes, put it before `ProcessBackend`, which has the collectives between them.
     """
 
     _strategy: tf.distribute.MirroredStrategy | None = None
@@ -128,7 +128,7 @@ class ReplicaBackend(Backend):
     # --- What a replica calls ---
 
     def all_reduce(self, gradients: Sequence[Any], row: Any, name: str) -> tuple[list[Any], Any]:
-        replica, over_ranks = _REPLICA.get(), super().all_reduce  # type: ignore[safe-super]
+        replica, over_ranks = _REPLICA.get(), super().all_reduce
         if replica is None:
             return over_ranks(gradients, row, name)
         # Where a share's own operations are, for TensorFlow to see that each device has one summand.
@@ -168,13 +168,13 @@ class ReplicaBackend(Backend):
         return results
 
     def all_reduce_exact(self, numbers: Any, name: str) -> Any:
-        replica, over_ranks = _REPLICA.get(), super().all_reduce_exact  # type: ignore[safe-super]
+        replica, over_ranks = _REPLICA.get(), super().all_reduce_exact
         if replica is None:
             return over_ranks(numbers, name)
         return replica.group.merge(replica, lambda parts: over_ranks(tf.add_n(parts), name), numbers)
 
     def all_gather(self, tensor: Any, name: str) -> Any:
-        replica, over_ranks = _REPLICA.get(), super().all_gather  # type: ignore[safe-super]
+        replica, over_ranks = _REPLICA.get(), super().all_gather
         if replica is None:
             return over_ranks(tensor, name)
         return replica.group.merge(replica, lambda parts: over_ranks(tf.concat(parts, 0), name), tensor)

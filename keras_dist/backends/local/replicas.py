@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from keras_dist.comm.backend import OneProcess, Priority
+from keras_dist.comm.backend import Priority
 from keras_dist.comm.devices import find_devices, list_names, short_name, warn_of_unused_gpus
 from keras_dist.comm.replicas import ReplicaBackend
 from keras_dist.environment import Launch
@@ -15,7 +15,7 @@ from keras_dist.errors import ConfigurationError, check_choice
 from keras_dist.training.model import LocalTraining
 
 
-class CentralStorage(LocalTraining, ReplicaBackend, OneProcess):
+class CentralStorage(LocalTraining, ReplicaBackend):
     """Trains on several devices of this machine, with all variables in the memory of the host.
 
     Use it for models whose embedding tables are larger than the memory of one device: only the rows that a batch needs
@@ -80,7 +80,7 @@ _ALL_REDUCES = {
 }
 
 
-class Mirrored(LocalTraining, ReplicaBackend, OneProcess):
+class Mirrored(LocalTraining, ReplicaBackend):
     """Trains on several devices of this machine in one process, also in a notebook.
 
     Each device has a copy of every weight and of the optimizer's state. It computes the step on its share of every

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from keras_dist.comm.backend import OneProcess, Priority
+from keras_dist.comm.backend import Priority
 from keras_dist.comm.devices import warn_of_unused_gpus
 from keras_dist.environment import Launch
 from keras_dist.training.model import LocalTraining
 
 
-class Serial(LocalTraining, OneProcess):
+class Serial(LocalTraining):
     """One process with plain Keras.
 
     Example:

@@ -19,7 +19,6 @@ from keras_dist.backends.parameter_server.cluster import HERE, SERVER, Cluster, 
 from keras_dist.backends.parameter_server.exchange import NO_FINGERPRINT, ShareStep
 from keras_dist.backends.parameter_server.shards import DatasetFunction, Function, Shard, ShardBatch, ShardReader
 from keras_dist.backends.parameter_server.workers import Job, Workers
-from keras_dist.comm.backend import OneProcess
 from keras_dist.comm.replicas import ReplicaBackend
 from keras_dist.compat import keras_model, keras_random, tf_compat
 from keras_dist.compat.keras_model import attach
@@ -114,7 +113,7 @@ def device_of(variable: Any) -> str:
     return str(value.device)
 
 
-class Coordinator(ReplicaBackend, OneProcess):
+class Coordinator(ReplicaBackend):
     """A backend whose process is the only rank, and lets workers compute. `start` calls `_lead`.
 
     In `fit` an engine gives them one call after another. In a custom loop they are the replicas of one graph.

@@ -14,7 +14,7 @@ from keras_dist.backends.tpu import connect, step
 from keras_dist.backends.tpu import place as tpu_place
 from keras_dist.backends.tpu.model import TPUModel, prepare_optimizer
 from keras_dist.backends.tpu.step import CoreLoop, once
-from keras_dist.comm.backend import OneProcess, Priority, join_seconds
+from keras_dist.comm.backend import Backend, Priority, join_seconds
 from keras_dist.compat import tf_compat, tpu_emulation
 from keras_dist.environment import Launch
 from keras_dist.errors import ConfigurationError, NotSupportedError
@@ -22,7 +22,7 @@ from keras_dist.training.loop import Loop
 from keras_dist.training.options import Options
 
 
-class TPU(OneProcess):
+class TPU(Backend):
     """Trains on a Cloud TPU. One process leads all cores, even those of a pod slice, and is the chief.
 
     Args:
