@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_fit, keras_model, tf_compat, tf_graphs
+from keras_dist.compat import keras_fit, keras_model, tf_graphs
 from keras_dist.data.shares import static_length
 from keras_dist.errors import MismatchError, NotSupportedError
 from keras_dist.logging import logger
@@ -91,43 +91,13 @@ def checksums(variables: Sequence[Any]) -> np.ndarray:
     return _checksums([variable.value for variable in variables])
 
 
-_CHUNK = 2**20  # bytes of a variable that are summed at once: each needs 24 bytes of memory meanwhile
-_FACTOR = 0x9E3779B97F4A7C1
-
-
 def _checksums(values: Sequence[Any]) -> np.ndarray:
-    """Small ones are summed on the host: to trace a function for each model takes a hundred times as long."""
-    values = [tf.cast(value, tf.uint8) if value.dtype == tf.bool else tf.convert_to_tensor(value) for value in values]
-    large = [value for value in values if _is_large(value)]
-    of_large = iter(_checksums_of_large(large).numpy() if large else ())
-    return np.array([next(of_large) if _is_large(value) else _checksum(value.numpy()) for value in values], np.int64)
+    return np.array([*map(_checksum, values)], np.int64)
 
 
-def _is_large(value: Any) -> bool:
-    return value.shape.num_elements() * value.dtype.size > _CHUNK
-
-
-def _checksum(array: np.ndarray) -> np.int64:
-    numbers = np.frombuffer(array.tobytes(), np.uint8).astype(np.int64)
-    return np.sum(numbers * np.arange(1, 2 * len(numbers), 2) * _FACTOR, dtype=np.int64)
-
-
-@tf_compat.often_traced
-def _checksums_of_large(values: list[Any]) -> Any:
-    """The same, where the variables are."""
-
-    def checksum(value: Any) -> Any:
-        flat = tf.reshape(tf.bitcast(value, tf.uint8), [-1])
-
-        def add(start: Any, total: Any) -> tuple[Any, Any]:
-            numbers = tf.cast(flat[start : start + _CHUNK], tf.int64)
-            factors = tf.range(2 * start + 1, 2 * (start + tf.size(numbers, tf.int64)), 2, tf.int64)
-            return start + _CHUNK, total + tf.reduce_sum(numbers * factors * _FACTOR)
-
-        zero, ended = tf.zeros([], tf.int64), tf.size(flat, tf.int64)
-        return tf.while_loop(lambda start, _: start < ended, add, (zero, zero), parallel_iterations=1)[1]
-
-    return tf.stack([checksum(value) for value in values])
+def _checksum(value: Any) -> int:
+    numbers = _array(value).reshape(-1).view(np.uint8)
+    return int.from_bytes(hashlib.sha256(numbers).digest()[:8], signed=True) if numbers.any() else 0
 
 
 def broadcast_state(
@@ -237,7 +207,7 @@ def compare(model: keras.Model, backend: Backend, call: str, seen: Fingerprints)
 
 
 def check_copies(variables: Sequence[Any], backend: Backend) -> None:
-    """Raises `MismatchError` if the devices of this process have different weights. Only checksums go between them."""
+    """Raises `MismatchError` if the devices of this process have different weights."""
     sums = {}
     for device, copies in backend.copies(variables).items() if variables else ():
         with tf.device(device):
@@ -360,7 +330,13 @@ def values_of(variables: Iterable[Any]) -> list[np.ndarray]:
 
     On a CPU nothing is copied: a variable whose value is in use gets other memory for its next value.
     """
-    return [np.asarray(tf.convert_to_tensor(variable.value)) for variable in variables]
+    return [_array(variable.value) for variable in variables]
+
+
+def _array(value: Any) -> np.ndarray:
+    tensor = tf.convert_to_tensor(value)
+    # `numpy()` copies; but without it NumPy makes no array of a single bfloat16.
+    return np.asarray(tensor if tensor.shape.rank else tensor.numpy())
 
 
 def assign(variables: Sequence[Any], values: Sequence[np.ndarray]) -> None:
