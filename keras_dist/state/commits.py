@@ -31,7 +31,7 @@ import numpy as np
 
 from keras_dist.errors import ConfigurationError, DistributionError
 from keras_dist.logging import logger
-from keras_dist.state.files import WriterLock, flush, lock_for_writing, remove_folder, remove_parts, write_folder
+from keras_dist.state.files import WriterLock, flush, remove_folder, remove_parts, taking_turns, write_folder
 
 _OF_ML_DTYPES = 2  # what `dtype.isbuiltin` is for dtypes that are not NumPy's own
 
@@ -270,9 +270,10 @@ class Commits:
             if self._last is None and not self.directory.is_dir():  # later a missing folder is an error
                 self.directory.mkdir(parents=True, exist_ok=True)
                 flush(self.directory.parent)
-            self._lock = lock_for_writing(self.directory)
-            with self._lock.threads:
-                if self._lock.is_exclusive:
+            with taking_turns:
+                if self._lock is None or not self._lock.is_there():
+                    self._lock = WriterLock(self.directory)
+                if self._lock.take():
                     remove_parts(self.directory, _PREFIX)
                 found = self._found()
                 self._refuse_if_behind(place, found)

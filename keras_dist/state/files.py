@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import os
 import secrets
 import shutil
@@ -175,36 +174,32 @@ def is_at(path: Path, descriptor: int) -> bool:
         return False
 
 
-# The locks that this process has, by folder: its objects share them.
-_locks: weakref.WeakValueDictionary[str, WriterLock] = weakref.WeakValueDictionary()
+taking_turns = threading.Lock()  # for the threads of this process, which has one lock for all of them
 
 
 class WriterLock:
-    """The lock of one folder, which exists, held until `release`, or until nobody has this object any more.
+    """The file by which one process at a time writes into a folder, which exists. `OSError` if it can't be made.
 
-    Raises `ConfigurationError`, which names it, if another living process has the lock; `OSError` if its file can't be
-    made.
+    The lock is the process's: all its objects have it, and a forked child, which may live longer, has not. It ends with
+    the first object of a folder that nobody has any more. So each write takes it again.
     """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / ".writer"
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
-        self.release = weakref.finalize(self, os.close, self._descriptor)
-        self.threads = threading.Lock()
-        try:
-            self.is_exclusive = self._lock()
-        except BaseException:
-            self.release()
-            raise
+        weakref.finalize(self, os.close, self._descriptor)
 
-    def is_held(self) -> bool:
-        """False if it was released, or somebody has removed the file or the whole folder."""
-        return self.release.alive and is_at(self._path, self._descriptor)
+    def is_there(self) -> bool:
+        """False if somebody has removed the file or the whole folder."""
+        return is_at(self._path, self._descriptor)
 
-    def _lock(self) -> bool:
-        """Returns False if the file system has no locks."""
+    def take(self) -> bool:
+        """Takes the lock. Returns False if the file system has none.
+
+        Raises `ConfigurationError`, which names it, if another living process has it.
+        """
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             other = os.pread(self._descriptor, 1000, 0).decode(errors="replace") or "a process that has just begun"
             raise ConfigurationError(
@@ -218,26 +213,3 @@ class WriterLock:
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         return True
-
-
-def lock_for_writing(folder: Path) -> WriterLock:
-    """Returns this process's lock of a folder, which exists. Raises as `WriterLock`."""
-    _let_children_go()
-    key = os.path.realpath(folder)
-    lock = _locks.get(key)
-    if lock is None or not lock.is_held():
-        lock = _locks[key] = WriterLock(folder)
-    return lock
-
-
-@functools.cache
-def _let_children_go() -> None:
-    """A forked child inherits the lock, and would hold it for as long as it lives, also after its parent."""
-
-    def release_all() -> None:
-        for lock in list(_locks.values()):
-            with contextlib.suppress(OSError):
-                lock.release()
-        _locks.clear()
-
-    os.register_at_fork(after_in_child=release_all)
