@@ -153,18 +153,12 @@ def is_stateless(dataset: tf.data.Dataset) -> bool:
     return not stateful_operations(dataset)
 
 
-@dataclasses.dataclass(frozen=True)
-class Gather:
-    """The way Keras makes batches of arrays: `zip(indices, arrays).map(gather)`."""
+def gather_of(dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, tf.data.Dataset, Sequence[Any]] | None:
+    """Returns of which rows of which arrays a dataset consists, `None` if its last stage, a map, does anything else.
 
-    indices: tf.data.Dataset  # int64 tensors of shape `(batch,)`
-    arrays: tf.data.Dataset  # endless, each time all of them
-    tensors: Sequence[Any]  # the arrays
-    element_spec: Any  # of a batch
-
-
-def gather_of(dataset: tf.data.Dataset) -> Gather | None:
-    """Returns how a dataset gathers rows of arrays if its last stage does nothing else, `None` otherwise."""
+    Keras makes batches of arrays by `zip(indices, arrays).map(gather)`. These are the dataset of indices, the endless
+    one of all arrays, and the arrays.
+    """
     zipped = dataset._input_dataset
     parts = zipped._datasets if isinstance(zipped, zip_op._ZipDataset) else ()
     if not (isinstance(parts, tuple) and len(parts) == 2 and isinstance(parts[1], repeat_op._RepeatDataset)):
@@ -173,7 +167,7 @@ def gather_of(dataset: tf.data.Dataset) -> Gather | None:
     source = arrays._input_dataset
     if not isinstance(source, from_tensors_op._TensorDataset) or not _gathers_rows(dataset._map_func.function.graph):
         return None
-    return Gather(indices, arrays, tuple(source._tensors), dataset.element_spec)
+    return indices, arrays, tuple(source._tensors)
 
 
 def _gathers_rows(graph: Any) -> bool:

@@ -173,16 +173,11 @@ _SAMPLED_OF_ALL = 2**22  # of an array, of which each batch would have 4096
 class Pipeline:
     """The stages of a dataset of batches: `elements.map(...).batch(...)`, and the ones after it."""
 
-    elements: tf.data.Dataset  # the input of the first map
+    batches: tf.data.Dataset  # the global ones, of elements that are not mapped yet
     maps: Sequence[Function]
-    batch: Function  # batches a dataset of elements, with the user's arguments
     after: Sequence[Function]  # the stages after `batch`, first to last
     options: tf.data.Options
     digest: str  # the same for the same maps
-
-    def global_batches(self) -> tf.data.Dataset:
-        """Returns the global batches of elements that are not mapped yet."""
-        return self.batch(self.elements)
 
     def finished(self, shares: tf.data.Dataset) -> tf.data.Dataset:
         """Maps the shares of the global batches, named tuples with the field `data`, two at a time."""
@@ -206,22 +201,20 @@ class Pipeline:
 class Arrays:
     """Batches that Keras gathers from arrays."""
 
-    source: tf_data.Gather
+    batches: tf.data.Dataset  # the indices of the global ones
+    arrays: tf.data.Dataset  # all of them, each time
+    element_spec: Any
     options: tf.data.Options
     digest: str  # the same for the same arrays
-
-    def global_batches(self) -> tf.data.Dataset:
-        """Returns the indices of the global batches."""
-        return self.source.indices
 
     def finished(self, shares: tf.data.Dataset) -> tf.data.Dataset:
         """Returns the shares with their rows of the arrays."""
 
         def gathered(share: Any, arrays: Any) -> Any:
             rows = [tf.gather(array, share.data) for array in tf.nest.flatten(arrays)]
-            return share._replace(data=tf.nest.pack_sequence_as(self.source.element_spec, rows))
+            return share._replace(data=tf.nest.pack_sequence_as(self.element_spec, rows))
 
-        return map_in_order(tf.data.Dataset.zip((shares, self.source.arrays)), gathered).with_options(self.options)
+        return map_in_order(tf.data.Dataset.zip((shares, self.arrays)), gathered).with_options(self.options)
 
 
 def decompose(dataset: tf.data.Dataset) -> Pipeline | Arrays | None:
@@ -254,17 +247,18 @@ def decompose(dataset: tf.data.Dataset) -> Pipeline | Arrays | None:
     if best is None or not _is_plain(batched):
         return None
     elements, maps = best
-    return Pipeline(elements, maps, batch, after, dataset.options(), " ".join(digests))
+    return Pipeline(batch(elements), maps, after, dataset.options(), " ".join(digests))
 
 
 def _arrays(dataset: tf.data.Dataset, options: tf.data.Options) -> Arrays | None:
     gather = tf_data.gather_of(dataset)
     if gather is None or not tf.executing_eagerly() or not _is_plain(dataset):
         return None
-    rows = max((tensor.shape[0] for tensor in gather.tensors), default=0)
-    fingerprint = fingerprint_of(gather.tensors, max(_SAMPLED_OF_ALL, 2 * rows))
-    shapes = [(tensor.dtype.name, *tensor.shape) for tensor in gather.tensors]
-    return Arrays(gather, options, f"arrays {shapes} {int(fingerprint)}")
+    indices, arrays, tensors = gather
+    rows = max((tensor.shape[0] for tensor in tensors), default=0)
+    fingerprint = fingerprint_of(tensors, max(_SAMPLED_OF_ALL, 2 * rows))
+    shapes = [(tensor.dtype.name, *tensor.shape) for tensor in tensors]
+    return Arrays(indices, arrays, dataset.element_spec, options, f"arrays {shapes} {int(fingerprint)}")
 
 
 def _is_plain(dataset: tf.data.Dataset) -> bool:

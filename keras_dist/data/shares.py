@@ -137,7 +137,7 @@ def shard_dataset(
     pipeline = decompose(dataset)
     if not agrees(None if pipeline is None else pipeline.digest):
         pipeline = None
-    batches = dataset if pipeline is None else pipeline.global_batches()
+    batches = dataset if pipeline is None else pipeline.batches
     made = "all examples" if pipeline is None else "the examples of its own share only"
     logger().debug("input: each rank makes %s", made)
     if (pairs := with_fingerprints(batches)) is None:

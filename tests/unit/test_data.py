@@ -280,7 +280,7 @@ GATHERED = {
 
 @pytest.mark.parametrize("name", GATHERED)
 def test_what_is_gathered_after_the_cut(name: str) -> None:
-    """If this fails for all, Keras makes batches of arrays in another way: see `tf_stages.gather_of`."""
+    """If this fails for all, Keras makes batches of arrays in another way: see `tf_data.gather_of`."""
     dataset = GATHERED[name]()
     assert isinstance(decompose(dataset), Arrays)
     ours = shard_dataset(dataset, 1, 2)
