@@ -97,7 +97,7 @@ def _checksums(values: Sequence[Any]) -> np.ndarray:
 
 def _checksum(value: Any) -> int:
     numbers = _array(value).reshape(-1).view(np.uint8)
-    return int.from_bytes(hashlib.sha256(numbers).digest()[:8], signed=True) if numbers.any() else 0
+    return int.from_bytes(hashlib.sha256(numbers.data).digest()[:8], signed=True) if numbers.any() else 0
 
 
 def broadcast_state(
