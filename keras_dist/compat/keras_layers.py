@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -105,8 +104,6 @@ class Record:
 
 
 class _Scope(keras.StatelessScope):
-    """Keeps all assignments of a call to itself."""
-
     def __init__(self, record: Record, ignored: set[int]) -> None:
         super().__init__(collect_losses=True, initialize_variables=False)
         self._outer, self._record, self._ignored = stateless_scope(), record, ignored
@@ -173,16 +170,6 @@ class Outside(Exception):
     """What a layer does cannot be a part of a pure function."""
 
 
-# True inside of a layer that XLA is to compile.
-IS_COMPILING: contextvars.ContextVar[bool] = contextvars.ContextVar("keras_dist_xla", default=False)
-
-
-def note_reduction() -> None:
-    """Called before each reduction: XLA can't compile it."""
-    if IS_COMPILING.get():
-        raise Outside("exchanges numbers with the other replicas")
-
-
 def plain_functions(model: keras.Model) -> contextlib.AbstractContextManager[None]:
     """Keeps Keras from compiling whole steps with XLA, in this context, in which it makes their functions."""
     return attached(model, "_jit_compile", False)
@@ -237,7 +224,6 @@ class PureScope(keras.StatelessScope):
         return self._outer.get_current_value(variable) if value is None and self._outer is not None else value
 
     def take_losses(self) -> tuple[list[Any], list[Any]]:
-        """Returns the losses that were added, and the layers that have added them."""
         losses: list[Any] = []
         owners: list[Any] = []
         for layer in self._layer._flatten_layers():
@@ -254,7 +240,6 @@ def masks_of(tensors: Sequence[Any]) -> dict[int, Any]:
 
 
 def set_masks(tensors: Sequence[Any], masks: Mapping[int, Any]) -> None:
-    """Attaches masks to tensors, as `masks_of` returns them."""
     for index, mask in masks.items():
         set_keras_mask(tensors[index], mask)
 

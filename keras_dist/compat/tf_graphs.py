@@ -147,17 +147,18 @@ def operations_of(graph: Any) -> Iterator[Any]:
         graphs += [each for each in inner if not any(each is known for known in graphs)]
 
 
-_IS_IN_UNCHECKED_BRANCH = contextvars.ContextVar("keras_dist_branch", default=False)
+# What a reduction over the ranks raises here: in what XLA is to compile, or in a branch that only some ranks may take.
+REFUSAL: contextvars.ContextVar[Exception | None] = contextvars.ContextVar("keras_dist_refusal", default=None)
 
 
 class _Reduces(Exception):
-    """A branch reduces over the ranks."""
+    """In this branch the ranks that don't take it would be waited for, for ever."""
 
 
 def note_reduction() -> None:
-    """Called before each reduction: in a branch that only some ranks may take, the others would wait for ever."""
-    if _IS_IN_UNCHECKED_BRANCH.get():
-        raise _Reduces
+    """Called before each reduction."""
+    if (refusal := REFUSAL.get()) is not None:
+        raise refusal
 
 
 def checked_conditions(check: Callable[[Any], Any]) -> contextlib.AbstractContextManager[None]:
@@ -168,12 +169,13 @@ def checked_conditions(check: Callable[[Any], Any]) -> contextlib.AbstractContex
     plain = cond_module.cond
 
     def cond(pred: Any, *args: Any, **kwargs: Any) -> Any:
-        if tf.executing_eagerly() or keras_model.applying() is not None:  # an optimizer's own are the same on all
+        is_kerass = keras_model.applying() is not None  # an optimizer's own are the same on all ranks
+        if tf.executing_eagerly() or is_kerass or REFUSAL.get() is not None:
             return plain(pred, *args, **kwargs)
-        with contextlib.suppress(_Reduces), context_value(_IS_IN_UNCHECKED_BRANCH, True):
+        with contextlib.suppress(_Reduces), context_value(REFUSAL, _Reduces()):
             return plain(pred, *args, **kwargs)
         pred = check(pred)
-        with context_value(_IS_IN_UNCHECKED_BRANCH, False):
+        with context_value(REFUSAL, None):
             return plain(pred, *args, **kwargs)
 
     return patched(cond_module, cond=cond)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from keras_dist.compat import keras_layers, tf_compat, tf_graphs
+from keras_dist.compat import tf_compat, tf_graphs
 from keras_dist.data.shares import Share, row_count
 from keras_dist.errors import MismatchError, NotSupportedError
 
@@ -156,7 +156,6 @@ class Step:
     def next_name(self, kind: str) -> str:
         """Returns a name for the next reduction of this step, the same on every rank."""
         tf_graphs.note_reduction()
-        keras_layers.note_reduction()
         tried = "" if self.applied is None else "tried_"
         name = f"keras_dist_{tried}{kind}_{self.reductions}"
         self.reductions += 1

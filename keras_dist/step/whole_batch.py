@@ -74,7 +74,7 @@ def compiled_layers(model: keras.Model, is_chief: bool) -> contextlib.AbstractCo
 
     def call(layer: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         nonlocal outside
-        if keras_layers.IS_COMPILING.get() or tf.executing_eagerly() or keras_layers.is_symbolic():
+        if isinstance(tf_graphs.REFUSAL.get(), Outside) or tf.executing_eagerly() or keras_layers.is_symbolic():
             return plain(*args, **kwargs)
         try:
             return _Call(layer, plain, (args, kwargs))()
@@ -140,7 +140,8 @@ class _Call:
             leaves[index] = tensor
         args, kwargs = keras.tree.pack_sequence_as(self._arguments, leaves)
         scope = keras_layers.PureScope(self._layer, self._variables, values)
-        with keras_strategy.initialized_at_once(), context_value(keras_layers.IS_COMPILING, True), scope:
+        refusal = Outside("exchanges numbers with the other replicas")
+        with keras_strategy.initialized_at_once(), context_value(tf_graphs.REFUSAL, refusal), scope:
             self._outputs = self._plain(*args, **kwargs)
             losses, self._owners = scope.take_losses()
         self._assigned = list(scope.assigned.values())
