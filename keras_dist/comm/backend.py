@@ -98,7 +98,8 @@ class Backend(abc.ABC):
     collectives belong to the step and are called while it is traced or run.
 
     Every rank must call each collective, in the same order. Until the last rank has called it, the others wait. A rank
-    that waits for a call that never comes gets an error from the backend (`MismatchError`, `PeerLostError`).
+    that waits for a call that never comes gets an error from the backend (`MismatchError`, `PeerLostError`). The `name`
+    of one in the step is the same on all ranks, and unique among those that run at the same time.
 
     What is not abstract is right for one process with one replica, so no caller asks whether there are others.
     """
@@ -157,7 +158,7 @@ class Backend(abc.ABC):
     # --- On the host, between executions ---
 
     def all_gather_object(self, call: str, value: Any = None) -> list[Any]:
-        """Returns the values of all ranks, in the order of rank. Every rank must call it; each waits for all others.
+        """Returns the values of all ranks, in the order of rank.
 
         Args:
             call: What the user called, such as `"model.save('digits.keras')"`. If ranks are in different calls, all
@@ -167,11 +168,7 @@ class Backend(abc.ABC):
         return [value]
 
     def broadcast_arrays(self, arrays: Sequence[Any]) -> list[Any]:
-        """Returns the chief's arrays. Every rank must call it; each waits for the chief.
-
-        Args:
-            arrays: Numpy arrays, of the same shapes and dtypes on all ranks.
-        """
+        """Returns the chief's NumPy arrays; those of all ranks have the same shapes and dtypes."""
         return list(arrays)
 
     # --- In the step ---
@@ -179,12 +176,11 @@ class Backend(abc.ABC):
     def all_reduce(self, gradients: Sequence[Any], row: Any, name: str) -> tuple[list[Any], Any]:
         """Sums gradients over the ranks, and gathers one row of numbers from each rank.
 
-        Every rank must run it in every step, also a rank whose share is empty; each waits for all others.
+        Every rank must run it in every step, also a rank whose share is empty.
 
         Args:
             gradients: Tensors or `tf.IndexedSlices`, already weighted by this rank's share; no `None`.
             row: float32 tensor of shape `(k,)`, the numbers of this rank.
-            name: Unique among the reductions of one step, and the same on all ranks.
 
         Returns:
             The sums, and a float32 tensor of shape `(size, k)` with the rows of all ranks.
@@ -192,21 +188,15 @@ class Backend(abc.ABC):
         return list(gradients), row[None, :]
 
     def all_reduce_exact(self, numbers: Any, name: str) -> Any:
-        """Sums a small float tensor over the ranks, without compression. Every rank must run it.
-
-        Args:
-            numbers: Tensor of the same shape and dtype on all ranks.
-            name: Unique among the reductions of one step, and the same on all ranks.
-        """
+        """Sums a small float tensor, of the same shape and dtype on all ranks, without compression."""
         return numbers
 
     def scatter(self, payload: Any, lengths: Any, name: str) -> Any:
-        """Sends each rank its part of the chief's bytes. Every rank must run it; each waits for the chief.
+        """Sends each rank its part of the chief's bytes.
 
         Args:
             payload: uint8 tensor of shape `(n,)`, the concatenated parts; empty on the other ranks.
             lengths: int32 tensor of shape `(size,)`, the length of each part; zeros on the other ranks.
-            name: Unique among the collectives that run at the same time, and the same on all ranks.
 
         Returns:
             uint8 tensor of shape `(length,)`, the part of this rank.
@@ -214,12 +204,7 @@ class Backend(abc.ABC):
         return payload
 
     def all_gather(self, tensor: Any, name: str) -> Any:
-        """Concatenates the replicas' tensors along the first axis, in the order of rank. Every replica must run it.
-
-        Args:
-            tensor: Tensor of the same dtype and shape on all ranks, except for the size of the first axis.
-            name: Unique among the collectives that run at the same time, and the same on all ranks.
-        """
+        """Concatenates the replicas' tensors, in the order of rank, along the first axis. The other axes are alike."""
         return tensor
 
     # --- Replicas of this process ---
@@ -245,11 +230,9 @@ class Backend(abc.ABC):
         return function(*args, **kwargs)
 
     def will_update(self, variables: Sequence[Any], *, are_new: bool) -> None:  # noqa: B027
-        """Called on every replica with the variables that `once` is about to update, before any of them changes.
+        """Called on every replica with the Keras variables that `once` is about to update, before any of them changes.
 
-        Args:
-            variables: Keras variables.
-            are_new: True if the step has just made them.
+        `are_new` if the step has just made them.
         """
 
     def copies(self, variables: Sequence[Any]) -> dict[str, list[Any]]:

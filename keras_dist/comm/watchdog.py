@@ -122,12 +122,10 @@ class Wait(NamedTuple):
 
     @property
     def number(self) -> int:
-        """The number of its last call."""
         return self.calls[-1][0] if self.calls else 0
 
     @property
     def call(self) -> str:
-        """The call that it waits in."""
         return self.loop_call or self.calls[-1][1]
 
 
@@ -191,11 +189,9 @@ class Watchdog:
 
     @property
     def is_in_call(self) -> bool:
-        """True between `enter` and `leave`."""
         return self._entered is not None
 
     def enter(self, call: str) -> None:
-        """Records that this rank makes its next collective call."""
         self._number += 1
         self._calls.append((self._number, call))
         self._entered = time.monotonic()
@@ -414,7 +410,6 @@ def let_calls_end() -> None:
 
 
 def listens(address: str) -> bool:
-    """True if a process listens at `"host:port"`."""
     with contextlib.suppress(OSError), _connection(address, _CONNECT_SECONDS):
         return True
     return False

@@ -32,12 +32,10 @@ FUNCTIONS = ("train_function", "test_function", "predict_function")
 
 
 def distributed_dataset(epoch_iterator: Any) -> tf.data.Dataset:
-    """Returns the dataset that `fit` iterates over."""
     return epoch_iterator._distributed_dataset
 
 
 def set_dataset(epoch_iterator: Any, dataset: tf.data.Dataset) -> None:
-    """Makes `fit` iterate over another dataset."""
     epoch_iterator._distributed_dataset = dataset
 
 

@@ -33,7 +33,6 @@ def attach(target: Any, name: str, value: Any) -> None:
 
 
 def attached(target: Any, name: str, value: Any) -> contextlib.AbstractContextManager[None]:
-    """Sets an attribute of one object in this context, as `attach` does."""
     return patched(target, **{name: value})
 
 
@@ -53,13 +52,11 @@ class Attributes:
         self._parts = parts
 
     def now(self) -> Any:
-        """Returns what they hold, for `set`."""
         held = [dict(vars(part)) for part in self._parts]
         values = [value for attributes in held for value in attributes.values()]
         return held, [(value, items) for value in values if (items := _items(value)) is not None]
 
     def set(self, state: Any) -> None:
-        """Gives them back what they have held."""
         held, collections = state
         for part, attributes in zip(self._parts, held, strict=True):
             vars(part).clear()
@@ -104,12 +101,10 @@ def _items(value: Any) -> Any:
 
 
 def subclasses(cls: type) -> set[type]:
-    """Returns a class with all classes that inherit from it."""
     return {cls}.union(*map(subclasses, cls.__subclasses__()))
 
 
 def is_kerass(part: Any) -> bool:
-    """True if a class or function is one of Keras, and not of the script."""
     return str(getattr(part, "__module__", "")).split(".")[0] == "keras"
 
 
@@ -188,7 +183,6 @@ def has_operations(layer: Any) -> bool:
 
 
 def float_statistics(model: keras.Model) -> list[Any]:
-    """Returns the floats of `statistics_of`, without integer counters of steps."""
     return [variable for variable in statistics_of(model) if keras_backend.is_float_dtype(variable.dtype)]
 
 
@@ -233,7 +227,6 @@ def may_mix_examples(part: Any) -> bool:
 
 
 def mask_of(tensor: Any) -> Any:
-    """Returns the mask that a layer attached to a tensor, or `None`."""
     return getattr(tensor, "_keras_mask", None)
 
 

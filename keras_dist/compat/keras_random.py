@@ -28,7 +28,6 @@ global_state = keras_backend.common.global_state
 
 
 def is_seed(variable: Any) -> bool:
-    """True if a variable is the state of a random generator."""
     return bool(variable.name == "seed_generator_state")
 
 
@@ -122,7 +121,6 @@ def set_global_state(state: list[int]) -> None:
 
 
 def tensorflow_seed() -> int | None:
-    """Returns the global seed of TensorFlow, `None` if it is not set."""
     return context.global_seed()
 
 

@@ -121,7 +121,6 @@ def metric_values(
 
 
 def layers_with_losses(model: keras.Model) -> list[str]:
-    """Returns the names of layers that have called `add_loss` in the current step."""
     return [layer.name for layer in flatten_layers(model) if layer._losses]
 
 
@@ -130,7 +129,6 @@ def layers_with_metrics(model: keras.Model) -> list[str]:
 
 
 def batch_size_of(adapter: Any) -> int | None:
-    """Returns the batch size of Keras's data adapter, `None` if it is unknown."""
     if adapter.batch_size is not None:
         return int(adapter.batch_size)
     for name in ("_first_batches", "py_dataset"):  # of a generator, of a `PyDataset`

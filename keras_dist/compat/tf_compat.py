@@ -61,7 +61,6 @@ _Value = TypeVar("_Value")
 
 @contextlib.contextmanager
 def context_value(variable: contextvars.ContextVar[_Value], value: _Value) -> Iterator[None]:
-    """Sets a context variable in this context."""
     token = variable.set(value)
     try:
         yield
@@ -223,7 +222,6 @@ def converted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def cluster_definition() -> Any:
-    """Returns the definition of the cluster that this process is connected to."""
     return context.get_server_def()
 
 

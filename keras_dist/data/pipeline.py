@@ -49,7 +49,6 @@ def _fingerprint(tensors: list[Any], sampled: Any) -> Any:
 
 
 def fold(variable: tf.Variable, fingerprint: Any) -> None:
-    """Folds the fingerprint of a batch into the one of all batches before it, an int64 scalar."""
     folded = variable * 31 + tf.cast(fingerprint, tf.int64)
     variable.assign(tf.bitwise.bitwise_and(folded, 2**FINGERPRINT_BITS - 1))
 

@@ -44,7 +44,6 @@ class Shares(NamedTuple):
 
     @property
     def counts(self) -> list[Any]:
-        """The number of examples in each share."""
         return [part.count for part in self.parts]
 
 
@@ -251,7 +250,6 @@ def examples_of(share: Share) -> Any:
 
 
 def any_batch_size(spec: Any) -> Any:
-    """Returns a specification with any batch size."""
     if isinstance(spec, tf.TensorSpec) and spec.shape.rank:
         return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
     if isinstance(spec, tf.SparseTensorSpec):

@@ -180,7 +180,6 @@ def shares_of_rank(dataset: tf.data.Dataset, mode: str, backend: Backend) -> tf.
 
 
 def check_source(source: Any) -> None:
-    """Raises `ConfigurationError` if `kd.shard` cannot take `source`."""
     if not isinstance(source, tf.data.Dataset) and not callable(source):
         raise ConfigurationError(
             "kd.shard() takes a tf.data.Dataset or a function that returns one.",
@@ -190,7 +189,6 @@ def check_source(source: Any) -> None:
 
 
 def batch_spec(dataset: tf.data.Dataset) -> Any:
-    """Returns the specification of the dataset's batches, with any batch size."""
     return tf.nest.map_structure(any_batch_size, dataset.element_spec)
 
 

@@ -78,7 +78,6 @@ def _row(entry: Entry) -> tuple[str, ...]:
 
 
 def _readable(size: float) -> str:
-    """Returns a size in bytes with a unit, such as `"1.2 MB"`."""
     index = 0
     while size >= 999.5 and index < 4:
         size, index = size / 1000, index + 1

@@ -93,8 +93,6 @@ class Position:
 
 @dataclasses.dataclass(frozen=True)
 class Commit:
-    """A commit that was read."""
-
     place: Position
     arrays: Mapping[str, np.ndarray]  # with the bits and dtypes that were written
     path: Path
@@ -179,7 +177,6 @@ def entry_of(found: Found) -> Entry | None:
 
 
 def _check_files(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Raises `BadCommit` if the files of a commit are not those that were written."""
     for name, expected in manifest["files"].items():
         size, digest = _measured(folder / name)
         if size != expected["bytes"]:

@@ -121,7 +121,6 @@ def _hidden(folder: Path) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Removes a file or a folder, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

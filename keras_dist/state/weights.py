@@ -232,7 +232,6 @@ def _keep_on_chief(accumulators: Sequence[Any], backend: Backend) -> None:
 
 
 def _named(variables: Sequence[Any]) -> str:
-    """Returns the names of the first variables, and how many more there are."""
     more = f" and {len(variables) - 5} more" if len(variables) > 5 else ""
     return ", ".join(variable.path for variable in variables[:5]) + more
 
@@ -267,7 +266,6 @@ class Loss:
 
 
 def loss_of(model: keras.Model) -> Loss | None:
-    """Returns what Keras's loss metric has counted, `None` if the model has none."""
     found = (each for each in model.metrics if each.name == "loss" and isinstance(each, keras.metrics.Mean))
     return next((Loss(float(metric.result()), float(metric.count)) for metric in found), None)
 
@@ -372,7 +370,6 @@ def combine_states(values: Sequence[np.ndarray], reset: np.ndarray, aggregation:
 
 
 def not_additive(aggregation: str, name: str) -> NotSupportedError:
-    """Returns the error for a variable of a metric whose states can't be combined."""
     return NotSupportedError(
         "The state of a metric cannot be combined over the ranks, so its value would be wrong.",
         f"variable {name!r} with aggregation={aggregation!r}",
