@@ -455,14 +455,14 @@ def only_for_its_network(address: str, warns: bool) -> Iterator[None]:
         with socket.socket(fileno=os.dup(descriptor)) as listening:
             try:
                 listening.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
-            except (OSError, AttributeError) as error:  # Linux before 5.7, or another system
+            except OSError as error:  # Linux before 5.7
                 logger().warning("TensorFlow's server listens on all interfaces, and can't be restricted: %s", error)
 
 
 def _listening_sockets() -> set[int]:
     """Returns the file descriptors on which this process listens for connections."""
     found = set()
-    for descriptor in map(int, os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ()):
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # closed in the meantime
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 with socket.socket(fileno=os.dup(descriptor)) as candidate:

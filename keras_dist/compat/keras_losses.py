@@ -43,8 +43,7 @@ def rescaled_losses(
     return patched(loss_module, reduce_weighted_values=reduce_weighted_values)
 
 
-@contextlib.contextmanager
-def wrapped_losses(call: Callable[..., Any]) -> Iterator[None]:
+def wrapped_losses(call: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
     """Calls `call(plain, values_of, loss, y_true, y_pred, sample_weight)` for every Keras loss, in this context.
 
     `plain` is the `__call__` of the loss. That of `Loss` also takes the mask that a layer attached to `y_pred`, and
@@ -67,10 +66,7 @@ def wrapped_losses(call: Callable[..., Any]) -> Iterator[None]:
         return wrapper
 
     classes = {cls for cls in subclasses(base) if "__call__" in vars(cls) and not is_kerass(cls)}
-    with contextlib.ExitStack() as stack:
-        for cls in (base, *classes):
-            stack.enter_context(patched(cls, __call__=wrapped(vars(cls)["__call__"], is_own=cls is not base)))
-        yield
+    return attached_to([base, *classes], "__call__", lambda cls, plain: wrapped(plain, is_own=cls is not base))
 
 
 def with_mask_of(values: Any, masked: Any, change: Callable[[Any], Any] = lambda mask: mask) -> Any:

@@ -38,7 +38,7 @@ def attached(target: Any, name: str, value: Any) -> contextlib.AbstractContextMa
 
 @contextlib.contextmanager
 def attached_to(targets: Iterable[Any], name: str, make: Callable[[Any, Any], Any]) -> Iterator[None]:
-    """Sets an attribute of several objects in this context, to what `make` returns for an object and its value."""
+    """Sets an attribute of objects or classes in this context, to what `make` returns for each and its value."""
     with contextlib.ExitStack() as stack:
         for target in targets:
             stack.enter_context(attached(target, name, make(target, getattr(target, name))))
@@ -362,15 +362,14 @@ def before_updates(look: Callable[[Any, Sequence[Any]], object]) -> None:
     BaseOptimizer.apply = apply
 
 
-@contextlib.contextmanager
-def found_optimizers(find: Callable[[Any], None]) -> Iterator[None]:
+def found_optimizers(find: Callable[[Any], None]) -> contextlib.AbstractContextManager[None]:
     """Passes each optimizer that applies gradients to `find`, in this context.
 
     Neither one whose `apply` is an attribute of the object, nor one that another optimizer calls. If `find` sets such
     an attribute, it is called. Whatever holds an optimizer, its class has an `apply`.
     """
 
-    def finding(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def finding(cls: type, plain: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain)
         def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
             if applying() is None:
@@ -381,11 +380,7 @@ def found_optimizers(find: Callable[[Any], None]) -> Iterator[None]:
 
         return apply
 
-    with contextlib.ExitStack() as stack:
-        for cls in subclasses(BaseOptimizer):
-            if "apply" in vars(cls):
-                stack.enter_context(patched(cls, apply=finding(vars(cls)["apply"])))
-        yield
+    return attached_to([cls for cls in subclasses(BaseOptimizer) if "apply" in vars(cls)], "apply", finding)
 
 
 def scaled_losses(weigh: Callable[[Any, Any], Any]) -> contextlib.AbstractContextManager[None]:

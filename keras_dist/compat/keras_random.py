@@ -161,8 +161,7 @@ _INITIALIZING: contextvars.ContextVar[bool] = contextvars.ContextVar("keras_dist
 
 def layers_that_mix_examples(model: keras.Model) -> list[keras.layers.Layer]:
     """Returns the layers of Keras that pair random examples of a batch."""
-    mixing = tuple(getattr(keras.layers, name) for name in ("MixUp", "CutMix") if hasattr(keras.layers, name))
-    return [layer for layer in model._flatten_layers() if isinstance(layer, mixing)]
+    return [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.MixUp | keras.layers.CutMix)]
 
 
 # In the name of an operation that draws an order which another run can't draw again.

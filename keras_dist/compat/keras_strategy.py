@@ -208,8 +208,7 @@ def losses_of_each_replica() -> contextlib.AbstractContextManager[None]:
     """
 
     def loss_ids(layer: keras.Layer) -> Any:
-        scope = keras_backend.get_stateless_scope() if keras_backend.in_stateless_scope() else None
-        if isinstance(scope, ReplicaScope):
+        if isinstance(scope := keras_model.stateless_scope(), ReplicaScope):
             return scope.loss_ids[id(layer)]
         if "_loss_ids" not in vars(layer):  # Keras asks before it sets it
             raise AttributeError("_loss_ids")

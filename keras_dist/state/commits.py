@@ -227,8 +227,6 @@ def _unreadable(file: Path, error: OSError) -> BadCommit:
     return BadCommit(f"{file.name} can't be read: {error.strerror}")
 
 
-__all__ = ["Commit", "Commits", "Entry", "Position"]
-
 _PREFIX = "commit-"
 _NAME = re.compile(_PREFIX + r"([0-9]{12,})(?:\.([0-9]+))?")
 

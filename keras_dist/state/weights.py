@@ -156,13 +156,9 @@ def _check_structures(structures: Sequence[Any]) -> None:
 
 
 def synchronize(
-    model: keras.Model,
-    optimizers: Sequence[Any],
-    backend: Backend,
-    call: str,
-    extra: Any = None,
+    model: keras.Model, optimizers: Sequence[Any], backend: Backend, call: str, extra: Any = None,
     seen: Fingerprints = _NOTHING,
-) -> list[Any]:
+) -> list[Any]:  # fmt: skip
     """Compares the trained weights of all ranks, and averages statistics such as moving averages.
 
     What the ranks have accumulated of a gradient is summed up on the chief, so that its files contain all of it.
