@@ -21,7 +21,7 @@ from typing import Any
 import keras
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_files, keras_fit
+from keras_dist.compat import keras_fit
 from keras_dist.errors import DistributionError
 from keras_dist.logging import logger
 from keras_dist.state import snapshot as random_state
@@ -100,7 +100,7 @@ def make_atomic(callback: Any) -> None:
     Keras writes one after the other. If the process is killed in between, the next run trains an epoch twice.
     """
     if isinstance(callback, keras.callbacks.BackupAndRestore):
-        keras_files.replace_atomically(callback, write_atomically, finish_writes)
+        keras_fit.replace_atomically(callback, write_atomically, finish_writes)
 
 
 def write_on_chief(backend: Backend, call: str, write: Callable[[], Any]) -> Any:
@@ -131,8 +131,8 @@ _DONE, _LONGEST_ERROR = "done", 4000  # what the process that has worked writes 
 
 def share_on_host() -> None:
     """Makes the processes of this host share what Keras and TensorFlow Datasets download."""
-    keras_files.write_through(_write)
-    keras_files.prepare_through(_prepare)
+    keras_fit.write_through(_write)
+    keras_fit.prepare_through(_prepare)
 
 
 def once_on_host(target: str, work: Callable[[], object]) -> bool:
@@ -195,7 +195,7 @@ def _prepare(folder: str, prepare: Callable[[], object]) -> None:
     random_state.set_states(states)
 
 
-def _write(target: str, write: keras_files.Write) -> None:
+def _write(target: str, write: keras_fit.Write) -> None:
     """Writes a file or a folder, so that under its name there is never a part of it, not even after a kill."""
     place = Path(os.path.realpath(target))  # a link may lead to another file system
     # One name for each host, which may share the folder: a part that was left is removed by the next one.

@@ -20,7 +20,7 @@ from keras_dist import environment
 from keras_dist.callbacks import Commit, inner_of
 from keras_dist.comm import processes
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_files, keras_fit, tf_data
+from keras_dist.compat import keras_fit, tf_data
 from keras_dist.compat.keras_model import attach
 from keras_dist.data import pipeline
 from keras_dist.data.shares import Share, Shares
@@ -298,7 +298,7 @@ class CommittedRun(keras.callbacks.Callback):
             if isinstance(callback, keras.callbacks.CSVLogger):
                 callback.append = True
             if isinstance(callback, keras.callbacks.BackupAndRestore):
-                keras_files.begin_without_loading(callback)
+                keras_fit.begin_without_loading(callback)
         if self._backend.topology.is_chief:
             logger().warning(
                 "resumes after step %d (epoch %d, batch %d), from a commit in %s",
