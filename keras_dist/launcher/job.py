@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import queue
+import re
 import signal
 import tempfile
 import time
@@ -19,21 +20,7 @@ from keras_dist.errors import ConfigurationError
 from keras_dist.launcher.cluster import Cluster
 from keras_dist.launcher.nodes import Node, RemoteNode
 from keras_dist.launcher.output import Console, RankOutput
-from keras_dist.launcher.processes import (
-    SENT_ON,
-    Ended,
-    LocalRanks,
-    Received,
-    describe,
-    exit_code,
-    first_cause,
-    lost_peer,
-    manner,
-    named_failed,
-    on_stop_signals,
-    quote,
-    sentences_about,
-)
+from keras_dist.launcher.processes import SENT_ON, Ended, LocalRanks, Received, on_stop_signals
 
 # The promise is that all ranks have ended 5 s after the first failure: SETTLE + GRACE + the kill.
 SETTLE_SECONDS = 1.5  # for the rank that failed first to end, if one that lost its peer has ended before it
@@ -238,6 +225,95 @@ class Job:
     def _committed(self) -> list[Ended]:
         """Returns the ranks that have ended because they were asked to stop, with a commit."""
         return [end for end in self._ended if self._is_of_script(end.rank) and end.code == COMMITTED_EXIT_CODE]
+
+
+# What a rank prints that fails only because another one has gone.
+_LOST_PEER = (
+    "PeerLostError", "Horovod has been shut down", "HorovodInternalError", "Collective ops is aborted by",
+    "gloo/transport/",  # marks Gloo's connection errors; those of the script prove nothing
+)  # fmt: skip
+_NAMES_FAILED = re.compile(r"PeerLostError: Rank (\d+) has failed")
+_TAIL_LINES = 40
+_SAME_LINES = 3  # at the end of two outputs: they tell the same error
+
+
+def lost_peer(text: str) -> bool:
+    """True if the output of a rank shows that another rank failed first."""
+    return any(mark in text for mark in _LOST_PEER)
+
+
+def named_failed(text: str) -> int | None:
+    """Returns the rank that the output of another one names as the one that failed, if it names one."""
+    found = _NAMES_FAILED.search(text)
+    return int(found[1]) if found else None
+
+
+def first_cause(
+    ended: Sequence[Ended], lost_its_peer: Callable[[Ended], bool], named_failed: Callable[[Ended], int | None]
+) -> Ended | None:
+    """Returns the end that made all others fail, `None` if none failed.
+
+    That is the first rank that failed by itself; else the one that another rank names; else, if some rank lost its
+    peer, the first one that left with code 0; else the first one that failed. `ended` has the ends of the ranks, in
+    order, without those caused by the launcher.
+    """
+    failed = [end for end in ended if end.code != 0]
+    if not failed:
+        return None
+    failed_by_themselves = [end for end in failed if not lost_its_peer(end)]
+    # Such a rank has raised. If it was still ending, which takes a busy machine seconds, its code is Python's 1.
+    known = {end.rank: end for end in ended}
+    named = [known.get(rank, Ended(rank, 1)) for end in failed if (rank := named_failed(end)) is not None]
+    left_early = [end for end in ended if end.code == 0]
+    return (failed_by_themselves or named or left_early or failed)[0]
+
+
+def exit_code(cause: Ended, ended: Sequence[Ended]) -> int:
+    """Returns the exit code of the launcher, as a shell would give it, never 0."""
+    code = cause.code or next(end.code for end in ended if end.code != 0)
+    return code if code > 0 else 128 - code
+
+
+def describe(cause: Ended, ended: Sequence[Ended], outputs: Sequence[RankOutput]) -> str:
+    """Returns the message about the cause. Its last line names the rank, after output that was not shown yet."""
+    # The output of a rank that left early shows nothing; a rank that lost it shows in which call.
+    quoted_rank = cause.rank if cause.code else next(end.rank for end in ended if end.code != 0)
+    who, *where = sentences_about(cause, outputs[cause.rank])
+    sentences = [f"keras-dist: {who}", *(["All ranks have ended."] if len(outputs) > 1 else []), *where]
+    return "\n".join([*quote(quoted_rank, outputs), " ".join(sentences)])
+
+
+def sentences_about(end: Ended, output: RankOutput) -> list[str]:
+    sentences = [f"rank {end.rank}{output.place} {output.fate or manner(end.code)}."]
+    if output.log is not None and output.log_error:
+        sentences.append(f"The beginning of its output: {output.log} ({output.log_error})")
+    elif output.log is not None:
+        sentences.append(f"Its whole output: {output.log}")
+    return sentences
+
+
+def manner(code: int) -> str:
+    """Returns how a rank has ended, for a sentence."""
+    if code == -signal.SIGKILL:
+        return "was killed by SIGKILL (if not by you, then by the kernel, out of memory: see `dmesg`)"
+    if code == -signal.SIGSTOP:
+        return "was stopped (SIGSTOP, or a debugger), so the other ranks got no answer from it"
+    if code < 0:
+        names = {signum.value: signum.name for signum in signal.Signals}  # without the real-time signals
+        return f"was killed by {names.get(-code, f'signal {-code}')}"
+    if code == environment.COMMITTED_EXIT_CODE:
+        return f"was asked to stop (exit code {code})"
+    if code == 0:
+        return "exited (code 0) while others still needed it: all ranks must make the same calls"
+    return f"exited with code {code}"
+
+
+def quote(rank: int, outputs: Sequence[RankOutput]) -> list[str]:
+    """Returns the last lines of a rank's output, unless the user has seen them."""
+    output, seen = outputs[rank], [other.last_lines(_SAME_LINES) for other in outputs if other.is_shown]
+    if output.is_shown or not output.tail or output.last_lines(_SAME_LINES) in seen:
+        return []
+    return [f"[{rank}] {line}".rstrip() for line in output.last_lines(_TAIL_LINES)]
 
 
 class Restarts(contextlib.ExitStack):

@@ -16,9 +16,9 @@ import pytest
 
 from keras_dist import cli, environment
 from keras_dist.diagnostics import env
-from keras_dist.launcher import die_with_parent
+from keras_dist.launcher.job import exit_code, first_cause, lost_peer, named_failed
 from keras_dist.launcher.output import NOTES, Lines
-from keras_dist.launcher.processes import Ended, exit_code, first_cause, lost_peer, named_failed
+from keras_dist.launcher.processes import Ended, dying_with_parent
 from tests.limits import limit
 
 pytestmark = pytest.mark.timeout(120)
@@ -205,13 +205,13 @@ def test_what_tensorflow_says_at_its_start_is_left_out(size: int) -> None:
 
 
 def test_a_program_that_can_not_be_run_is_named() -> None:
-    ended = subprocess.run(die_with_parent.wrap(["/no/such/program"]), capture_output=True, text=True)
+    ended = subprocess.run(dying_with_parent(["/no/such/program"]), capture_output=True, text=True)
     assert ended.returncode == 1
     assert ended.stderr == "keras-dist: can't run '/no/such/program': No such file or directory\n"
 
 
 def test_a_rank_does_not_start_for_a_parent_that_is_gone() -> None:
-    command = die_with_parent.wrap(["echo", "started"])
+    command = dying_with_parent(["echo", "started"])
     command[command.index(str(os.getpid()))] = "1"
     ended = subprocess.run(command, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (137, "")
