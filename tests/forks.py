@@ -122,7 +122,7 @@ class _ForkedWorker(testing._Worker):
 
 _RANK = """
 import socket
-from keras_dist.testing.worker import serve
+from keras_dist.testing import serve
 del __file__  # as in `python -c`: a process that is spawned here looks for no main module
 parent = socket.socket(socket.AF_UNIX)
 parent.connect({address!r})

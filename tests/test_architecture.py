@@ -44,7 +44,7 @@ BESIDE = {
 NAMED_BACKENDS = {
     ("launcher/cli.py", "parameter_server"): "the backend of the options --workers and --ps",
     ("launcher/cluster.py", "horovod"): "the package that its cluster needs",
-    ("testing/__init__.py", "horovod"): "the default argument",
+    ("testing.py", "horovod"): "the default argument",
 }
 LONGEST_FILE = 600
 PRIVATE_NAMES: dict[tuple[str, str], str] = {

@@ -8,6 +8,8 @@ TensorFlow; only the workers do.
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import os
 import pickle
 import signal
@@ -20,10 +22,10 @@ from multiprocessing import connection
 from typing import IO, Any, Self
 
 from keras_dist import environment
-from keras_dist.backends import BACKENDS, find
+from keras_dist.backends import BACKENDS, find, load
 from keras_dist.errors import ConfigurationError, PeerLostError, WorkerError
 from keras_dist.launcher.cluster import Cluster
-from keras_dist.launcher.function import cloudpickle_module, dumps_call
+from keras_dist.launcher.function import cloudpickle_module, dumps_call, dumps_failure
 from keras_dist.launcher.job import LAUNCHABLE, make_cluster
 from keras_dist.launcher.processes import signal_session, start_process
 
@@ -219,7 +221,7 @@ class _Worker:
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the rank lives
         self.connection, theirs = connection.Pipe()
         arguments = ", ".join(map(repr, (theirs.fileno(), *serve_arguments)))
-        program = f"from keras_dist.testing.worker import serve; serve({arguments})"
+        program = f"from keras_dist.testing import serve; serve({arguments})"
         self.process = start_process(
             [sys.executable, "-c", program], environ,
             stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT, pass_fds=[theirs.fileno()],
@@ -256,3 +258,66 @@ class _Worker:
         self.process.wait()
         self.connection.close()
         self._output.close()
+
+
+# --- In the process of a rank ---
+
+
+def serve(descriptor: int, backend: str, options: Mapping[str, Any], threads: int) -> None:
+    """Runs the functions that arrive through a connection until it is closed: the program of a rank.
+
+    `descriptor` is the inherited end of the pipe; as many operations may run at once as there are `threads`: one for
+    each replica in this process.
+    """
+    parent = connection.Connection(descriptor)
+    _answer(parent, functools.partial(_join, backend, options, threads))
+    home = os.getcwd()
+    with contextlib.suppress(EOFError):  # the pool is closed
+        while True:
+            request = parent.recv()
+            os.chdir(home)
+            _answer(parent, functools.partial(_run, request))
+
+
+def _answer(parent: connection.Connection, work: Callable[[], Any]) -> None:
+    try:
+        answer = True, bytes(cloudpickle_module().dumps(work()))
+    except BaseException as error:
+        answer = False, dumps_failure(error, __file__)
+    parent.send(answer)
+
+
+def _join(backend: str, options: Mapping[str, Any], threads: int) -> None:
+    import keras  # noqa: F401 - here, so that importing it does not use up the time limit of a function
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(threads)
+    import keras_dist
+
+    emulation = find(backend).emulation
+    if emulation:
+        keras_dist.init(load(emulation)(**options))
+    else:
+        keras_dist.init(backend, **options)
+    # `clear_session` collects garbage after each function; TensorFlow's objects stay, so they need no search.
+    gc.collect()
+    gc.freeze()
+
+
+def _run(request: bytes) -> Any:
+    """Resets what an earlier function may have changed, seeds the random states, and calls the function."""
+    import keras
+    import tensorflow as tf
+
+    import keras_dist
+
+    if not request:  # whether the ranks still reach each other
+        return keras_dist.barrier()
+    keras.config.set_floatx("float32")
+    keras.backend.clear_session()  # also resets the dtype policy
+    tf.config.run_functions_eagerly(False)
+    keras.utils.set_random_seed(0)
+    sys.path[:], call = pickle.loads(request)
+    fn, args = pickle.loads(call)
+    return fn(*args)
