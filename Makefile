@@ -206,12 +206,12 @@ $(VENV)-integrations/.installed: setup.cfg | $(HOROVOD)
 	@touch $@
 
 # The packages of the main environment, with a Horovod that has MPI.
-$(VENV)-mpi/.installed: keras_dist/horovod_build/cache.py | $(HOROVOD)
+$(VENV)-mpi/.installed: keras_dist/horovod_build/build.py | $(HOROVOD)
 	@$(BIN)/python -m venv --clear $(@D)
 	$(add_packages_below)
 	@$(@D)/bin/python -m keras_dist install-horovod --mpi
 	@touch $@
 
-$(HOROVOD): $(INSTALLED) keras_dist/horovod_build/cache.py
+$(HOROVOD): $(INSTALLED) keras_dist/horovod_build/build.py
 	@$(BIN)/keras-dist install-horovod
 	@touch $@

@@ -3,9 +3,3 @@
 Horovod's last release, 0.28.1, is a source distribution that neither compiles with current versions of TensorFlow nor
 reports stalled ranks over Gloo. Small patches fix both. The modules import no TensorFlow.
 """
-
-from keras_dist.errors import DistributionError
-
-
-class HorovodBuildError(DistributionError):
-    """Horovod could not be fetched, patched, compiled or installed, or its test failed."""

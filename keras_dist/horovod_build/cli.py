@@ -12,13 +12,14 @@ from pathlib import Path
 
 from keras_dist import environment
 from keras_dist.errors import ConfigurationError
-from keras_dist.horovod_build import HorovodBuildError
-from keras_dist.horovod_build.build import built_wheel, install_wheel
-from keras_dist.horovod_build.cache import (
+from keras_dist.horovod_build.build import (
     HOROVOD_VERSION,
     BuildOptions,
+    HorovodBuildError,
     WheelCache,
+    built_wheel,
     check_requirements,
+    install_wheel,
     installed_tensorflow,
     wheel_name,
 )

@@ -13,9 +13,17 @@ from pathlib import Path
 import pytest
 
 from keras_dist import environment
-from keras_dist.horovod_build import HorovodBuildError
-from keras_dist.horovod_build.build import fetch_source, fetch_tools, installed_sha256
-from keras_dist.horovod_build.cache import PATCHES, BuildOptions, WheelCache, installed_tensorflow, wheel_name
+from keras_dist.horovod_build.build import (
+    PATCHES,
+    BuildOptions,
+    HorovodBuildError,
+    WheelCache,
+    fetch_source,
+    fetch_tools,
+    installed_sha256,
+    installed_tensorflow,
+    wheel_name,
+)
 from keras_dist.horovod_build.cli import smoke_test
 from keras_dist.launcher.cluster import HorovodCluster
 from tests.limits import limit

@@ -23,10 +23,11 @@ import pytest
 
 from keras_dist import environment, progress
 from keras_dist.errors import ConfigurationError, Stopped
-from keras_dist.horovod_build import HorovodBuildError, build, cache, cli
-from keras_dist.horovod_build.cache import (
+from keras_dist.horovod_build import build, cli
+from keras_dist.horovod_build.build import (
     PATCHES,
     BuildOptions,
+    HorovodBuildError,
     WheelCache,
     apply_patches,
     check_requirements,
@@ -170,17 +171,17 @@ def test_a_wheel_is_named_after_all_that_it_depends_on(monkeypatch: pytest.Monke
     }  # fmt: skip
     first, second, *rest = PATCHES
     here = {
-        (cache, "HOROVOD_VERSION"): "0.28.2", (environment, "processor_features"): lambda: ["avx"],
-        (cache, "PATCHES"): (first, dataclasses.replace(second, after="x"), *rest),
-        (cache.platform, "libc_ver"): lambda: ("glibc", "2.1"), (cache.sysconfig, "get_platform"): lambda: "other",
-        (cache.sysconfig, "get_config_var"): lambda name: "cpython-39",
+        (build, "HOROVOD_VERSION"): "0.28.2", (environment, "processor_features"): lambda: ["avx"],
+        (build, "PATCHES"): (first, dataclasses.replace(second, after="x"), *rest),
+        (build.platform, "libc_ver"): lambda: ("glibc", "2.1"), (build.sysconfig, "get_platform"): lambda: "other",
+        (build.sysconfig, "get_config_var"): lambda name: "cpython-39",
     }  # fmt: skip
     for (module, attribute), value in here.items():
         with monkeypatch.context() as patch:
             patch.setattr(module, attribute, value)
             others.add(wheel_name(plain, gloo, {}))
     assert len(others - {name}) == 12
-    monkeypatch.setattr(cache, "PATCHES", (first, dataclasses.replace(second, why="x"), *rest))
+    monkeypatch.setattr(build, "PATCHES", (first, dataclasses.replace(second, why="x"), *rest))
     assert wheel_name(plain, BuildOptions(jobs=7), {"HOROVOD_RANK": "1"}) == name
 
 
@@ -231,7 +232,7 @@ class TestCache:
         folders = [str(tmp_path / "cache"), str(tmp_path / "state")]
         program = f"""
             import contextlib, pathlib, sys, time
-            from keras_dist.horovod_build.cache import WheelCache
+            from keras_dist.horovod_build.build import WheelCache
             @contextlib.contextmanager
             def build():
                 print("builds", flush=True)
@@ -282,7 +283,7 @@ class TestOtherUsers:
 
 class TestRequirements:
     def test_everything_missing_is_named_at_once(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(cache, "installed_tensorflow", lambda: None)
+        monkeypatch.setattr(build, "installed_tensorflow", lambda: None)
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
         with pytest.raises(ConfigurationError) as error:
             check_requirements(BuildOptions(mpi=True), {"PATH": str(tmp_path)})
