@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import math
+import re
 import secrets
 import shutil
 import sys
@@ -14,9 +14,9 @@ from pathlib import Path
 from keras_dist import environment
 from keras_dist.errors import ConfigurationError
 from keras_dist.launcher.cluster import Cluster, ParameterServerCluster
-from keras_dist.launcher.job import COMMIT_SECONDS, LAUNCHABLE, command_of, launch, make_cluster, without_dashes
-from keras_dist.launcher.joining import Nodes, Place, follow
-from keras_dist.launcher.nodes import address_of, free_ports, own_address, parse_hosts, started, told_by
+from keras_dist.launcher.job import COMMIT_SECONDS, LAUNCHABLE, command_of, launch, make_cluster
+from keras_dist.launcher.joining import Nodes, follow, own_address, parse_hosts, started
+from keras_dist.launcher.nodes import Place, address_of, free_ports, told_by
 from keras_dist.launcher.output import CHIEF, MODES
 from keras_dist.launcher.processes import LocalRanks, inherited, on_stop_signals
 from keras_dist.launcher.serve import CLUSTER_FILE, serve_all
@@ -45,10 +45,6 @@ Options come before the script; everything after it goes to the script. The exit
 else that of the rank that failed first (128 + the signal, if a signal killed it). It is 75 if SIGTERM asked the ranks
 to stop and they have committed: the same command resumes.
 """
-
-
-NewCluster = Callable[..., Cluster]  # of a start; its argument are the nodes
-Served = tuple[int, int] | None  # the numbers of workers and servers, `None` without parameter servers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,6 +94,7 @@ def main(args: argparse.Namespace) -> int:
         for option, value in told_by(environ).items():
             if getattr(args, option) is None and not (option == "num_processes" and args.workers is not None):
                 setattr(args, option, value)
+    args.max_restarts, args.grace = _integer(args.max_restarts, "--max-restarts", 0), _grace(args.grace)
     place = None if args.hosts is not None else _place(args, environ)
     is_alone = place is None and args.hosts is None
     served = _parameter_servers(args, is_alone)
@@ -109,46 +106,40 @@ def main(args: argparse.Namespace) -> int:
             )
         return serve_all(*served, args.target[0] if args.target else CLUSTER_FILE, environ)
     command = _command(args.module, args.target, environ)
-    log_dir = None if args.log_dir is None else Path(args.log_dir)
-    here = LocalRanks(command, environ, args.output, log_dir)
-    limits = _integer(args.max_restarts, "--max-restarts", 0), _grace(args.grace)
+    here = LocalRanks(command, environ, args.output, None if args.log_dir is None else Path(args.log_dir))
     size = 0 if args.hosts is not None else _size(args, command, place, served)
-    new_cluster: NewCluster = functools.partial(make_cluster, args.backend, size, environ)
+    new_cluster: Callable[..., Cluster] = functools.partial(make_cluster, args.backend, size, environ)
     if served is not None:
         new_cluster = functools.partial(ParameterServerCluster, served[0], environ, servers=served[1])
     if args.hosts is not None:
-        return _run_over_ssh(args, here, limits, new_cluster)
+        return _run_over_ssh(args, here, new_cluster)
     if place is None:
-        return launch(here, new_cluster, *limits)
+        return launch(here, new_cluster, args.max_restarts, args.grace)
     # While it waits for the other nodes: the kernel keeps from process 1 of a pod what it has no handler for.
     with on_stop_signals():
         if place.index == 0:
-            return _lead(args, here, limits, new_cluster, place, size)
+            return _lead(args, here, new_cluster, place, size)
         return follow(place, size, _backend(args), here)
 
 
 def _lead(
-    args: argparse.Namespace, here: LocalRanks, limits: tuple[int, float], new_cluster: NewCluster, place: Place,
-    size: int, check: Callable[[], None] = lambda: None,
+    args: argparse.Namespace, here: LocalRanks, new_cluster: Callable[..., Cluster], place: Place, size: int,
+    check: Callable[[], None] = lambda: None,
 ) -> int:  # fmt: skip
     with Nodes(place, size, _backend(args), here) as nodes:
         nodes.wait_for_all(check)
         if args.hosts is None:  # else what the hosts show comes here, so they need not repeat this launcher's messages
             here.console.others += [functools.partial(node.channel.send, "show") for node in nodes.others]
-        nodes.code = launch(here, functools.partial(new_cluster, nodes.all), *limits)
+        nodes.code = launch(here, functools.partial(new_cluster, nodes.all), args.max_restarts, args.grace)
     return nodes.code
 
 
-def _run_over_ssh(
-    args: argparse.Namespace, here: LocalRanks, limits: tuple[int, float], new_cluster: NewCluster
-) -> int:
+def _run_over_ssh(args: argparse.Namespace, here: LocalRanks, new_cluster: Callable[..., Cluster]) -> int:
     others = {"-np": args.num_processes, "--nnodes": args.nnodes}
     if given := [name for name, value in others.items() if value is not None]:
-        raise ConfigurationError(
-            "-H has the number of processes of each host.", f"-H {args.hosts} with {', '.join(given)}",
-            "Leave them out.",
-        )
-    if limits[0]:
+        received = f"-H {args.hosts} with {', '.join(given)}"
+        raise ConfigurationError("-H has the number of processes of each host.", received, "Leave them out.")
+    if args.max_restarts:
         raise ConfigurationError(
             "--max-restarts needs rank 0 on this machine, to see its commits.",
             f"-H {args.hosts} --max-restarts {args.max_restarts}",
@@ -166,7 +157,7 @@ def _run_over_ssh(
         return [sys.executable, "-m", "keras_dist", "run", *place, "-np", str(size), *shown, *target]
 
     with on_stop_signals(), started(hosts, command, secret, inherited(here.environ), args.ssh) as check:
-        return _lead(args, here, limits, new_cluster, Place(count, 0, address, port, secret), 0, check)
+        return _lead(args, here, new_cluster, Place(count, 0, address, port, secret), 0, check)
 
 
 def _backend(args: argparse.Namespace) -> str:
@@ -201,14 +192,15 @@ def _place(args: argparse.Namespace, environ: Mapping[str, str]) -> Place | None
     return Place(count, int(index), host, int(port), secret, args.interface, has_munge)
 
 
-def _size(args: argparse.Namespace, command: Sequence[str], place: Place | None, served: Served) -> int:
+def _size(
+    args: argparse.Namespace, command: Sequence[str], place: Place | None, served: tuple[int, int] | None
+) -> int:
     """Returns the number of processes of this node. Without -np, those of parameter servers are spread evenly."""
     if args.num_processes is None and served is not None:
         total, (count, index) = 1 + sum(served), (1, 0) if place is None else (place.count, place.index)
         if total < count:
-            raise ConfigurationError(
-                "There are more nodes than processes.", f"{total} processes on {count} nodes", "Use fewer nodes."
-            )
+            received = f"{total} processes on {count} nodes"
+            raise ConfigurationError("There are more nodes than processes.", received, "Use fewer nodes.")
         return total // count + (index < total % count)
     if args.num_processes is None:
         misplaced = any(word in ("-np", "--num-processes") for word in command)
@@ -220,8 +212,8 @@ def _size(args: argparse.Namespace, command: Sequence[str], place: Place | None,
     return _integer(args.num_processes, "-np")
 
 
-def _parameter_servers(args: argparse.Namespace, is_alone: bool) -> Served:
-    """Returns what the options say. Several nodes may have -np, as the number of processes of each."""
+def _parameter_servers(args: argparse.Namespace, is_alone: bool) -> tuple[int, int] | None:
+    """Returns the numbers of workers and servers. Several nodes may have -np, as the number of processes of each."""
     ranks = args.num_processes is not None and (is_alone or args.workers is None)
     if args.workers is None and args.ps is None and not args.serve and (is_alone or args.backend != "parameter_server"):
         return None
@@ -235,39 +227,30 @@ def _parameter_servers(args: argparse.Namespace, is_alone: bool) -> Served:
 
 
 def _integer(text: str, option: str, least: int = 1) -> int:
-    number = int(text) if text.isdecimal() else -1
-    if number < least:
+    if not text.isdecimal() or int(text) < least:
         kind = "a positive integer" if least else "an integer from 0 on"
-        remedy = f"Use `{option} 1` or more." if least else f"Use for example `{option} 3`."
+        remedy = f"Use `{option} {least}` or more."
         raise ConfigurationError(f"The number after {option} must be {kind}.", f"{option} {text}", remedy)
-    return number
+    return int(text)
 
 
 def _grace(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise ConfigurationError(
-            "The number after --grace must be seconds, from 0 on.", f"--grace {text}", "Use for example `--grace 60`."
-        )
-    return seconds
+    if not re.fullmatch(r"\d+(\.\d+)?", text):
+        problem = "The number after --grace must be seconds, from 0 on."
+        raise ConfigurationError(problem, f"--grace {text}", "Use for example `--grace 60`.")
+    return float(text)
 
 
 def _command(module: bool, target: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    target = without_dashes(target)
-    if not target or not target[0]:
-        raise ConfigurationError("There is nothing to run.", "no script", "Name one: `keras-dist run -np 2 train.py`.")
     command = command_of(target, sys.executable, is_module=module)
-    program = target[0]
-    if program.endswith(".py") and not module and not Path(program).is_file():
-        raise ConfigurationError(
-            "The script was not found.", f"{program} in {Path.cwd()}", "Check its name and the folder."
-        )
+    if not command:
+        raise ConfigurationError("There is nothing to run.", "no script", "Name one: `keras-dist run -np 2 train.py`.")
+    if command[0] == sys.executable and command[1].endswith(".py") and not Path(command[1]).is_file():
+        received = f"{command[1]} in {Path.cwd()}"
+        raise ConfigurationError("The script was not found.", received, "Check its name and the folder.")
     if shutil.which(command[0], path=environ.get("PATH")) is None:
         raise ConfigurationError(
-            "The program was not found.", program,
+            "The program was not found.", command[0],
             "Name a script that ends in .py, a module with `-m`, or a program on the PATH.",
         )
     return command

@@ -371,15 +371,13 @@ LAUNCHABLE = {name: entry.cluster for name, entry in BACKENDS.items() if entry.c
 WITH_RANKS = [name for name, cluster in LAUNCHABLE.items() if not load(cluster).only_chief_runs]
 
 
-def without_dashes(target: Sequence[str]) -> Sequence[str]:
-    """Returns what the user wants to run, without a `--` before it."""
-    return target[1:] if target[:1] == ["--"] else target
-
-
 def command_of(target: Sequence[str], python: str, *, is_module: bool) -> list[str]:
-    if is_module:
-        return [python, "-m", *target]
-    return [python, *target] if target[0].endswith(".py") else [*target]
+    """Returns the command for what the user wants to run, perhaps with a `--` before it; `[]` if there is nothing."""
+    target = target[1:] if target[:1] == ["--"] else target
+    if not target or not target[0]:
+        return []
+    before = [python, "-m"] if is_module else [python] if target[0].endswith(".py") else []
+    return [*before, *target]
 
 
 def make_cluster(backend: str, size: int, environ: Mapping[str, str], nodes: Sequence[Node] | None = None) -> Cluster:

@@ -1,6 +1,8 @@
 """How the launchers of several machines find each other: node 0 listens at the rendezvous, where the others join.
 
-After that the launcher of another node starts and ends the ranks of its machine as that of node 0 says.
+After that the launcher of another node starts and ends the ranks of its machine as that of node 0 says. With
+`keras-dist run -H a:4,b:4` this launcher leads, has no rank of its own, and starts the others over ssh. They also end
+with their connection of ssh, as they may not have joined yet.
 
 Under Slurm, nodes prove by MUNGE which user a process belongs to. Node 0 draws a secret for each connection and encodes
 it so that only this user can decode it. Whoever decodes it also learns which user has encoded it. See `man munge`.
@@ -12,32 +14,21 @@ import contextlib
 import dataclasses
 import errno
 import functools
-import importlib.metadata
 import os
 import queue
 import secrets
+import shlex
 import signal
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Self, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO, Any, Self, TypeVar, cast
 
 from keras_dist import environment, store
 from keras_dist.errors import ConfigurationError, DistributionError, PeerLostError, Stopped
-from keras_dist.launcher.nodes import (
-    Channel,
-    ChannelError,
-    Message,
-    Node,
-    RemoteNode,
-    address_of,
-    free_ports,
-    interface_of,
-    ipv4_of,
-    way_to,
-)
+from keras_dist.launcher.nodes import LOOPBACK, Channel, ChannelError, Node, Place, RemoteNode, free_ports, way_to
 from keras_dist.launcher.processes import SENT_ON, Ended, LocalRanks, Received, on_stop_signals
 
 _MUNGE_SECONDS = 20.0
@@ -46,7 +37,6 @@ _QUIET_SECONDS = 3.0  # before the user is told for whom a launcher waits
 _POLL_SECONDS = 0.1
 _RETRY_SECONDS = 0.3
 _CONNECT_SECONDS = 5.0
-_SHORTEST_SECRET = 16
 _LOST_CODE = 128 + signal.SIGKILL  # the same as if node 0 loses a node
 _Result = TypeVar("_Result")
 
@@ -85,65 +75,6 @@ def _run(command: list[str], given: bytes) -> bytes:
             f"Set the same {environment.SECRET} for all tasks instead: in the batch script, export "
             f"{environment.SECRET}=$(python3 -c 'import secrets; print(secrets.token_hex(16))').",
         ) from error
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Where this node is among those of its job."""
-
-    count: int  # of nodes
-    index: int
-    host: str  # name or IPv4 address of node 0
-    port: int  # at which the launcher of node 0 listens
-    secret: str  # which the launchers of all nodes know
-    interface: str | None = None  # the network interface to use; by default the one that leads to the rendezvous
-    has_munge: bool = False  # whether node 0 sends the others a secret by MUNGE
-
-    @property
-    def rendezvous(self) -> str:
-        return f"{self.host}:{self.port}"
-
-    def resolve(self) -> str:
-        """Returns the IPv4 address of the rendezvous. Raises OSError if its name has none."""
-        address = str(socket.getaddrinfo(self.host, self.port, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
-        if address.startswith("127."):
-            if self.host != "localhost" and not self.host.startswith("127."):
-                raise ConfigurationError(
-                    "The name of the rendezvous leads to the loopback interface here, where no other machine can "
-                    "connect.",
-                    f"--rendezvous {self.rendezvous}, which is {address}",
-                    f"Name the address of node 0 in its network (`hostname -I` shows it), or correct the line of "
-                    f"{self.host} in /etc/hosts.",
-                )
-        elif not self.has_munge and len(self.secret) < _SHORTEST_SECRET:
-            length = f"of {len(self.secret)} characters" if self.secret else "not set"
-            raise ConfigurationError(
-                f"Launchers on several machines need a secret of at least {_SHORTEST_SECRET} characters: whoever "
-                "can connect could otherwise take the place of a node.",
-                f"--rendezvous {self.rendezvous} and {environment.SECRET} {length}",
-                "Make one, and set it on every node: export KERAS_DIST_SECRET=$(python3 -c 'import secrets; "
-                "print(secrets.token_hex(16))')",
-            )
-        return address
-
-    def ends(self) -> str:
-        """Returns both ends of a connection between this node and the rendezvous, for a message."""
-        to = ""
-        with contextlib.suppress(OSError):  # its name has no address, or no way leads there
-            address = self.resolve()
-            to = f"{address} from {way_to(address)}, "
-        own = [f"{name} {ip}" for _, name in socket.if_nameindex() if (ip := ipv4_of(name)) is not None]
-        return f"{to}node {self.index} ({socket.gethostname()}) has {', '.join(own) or 'no address'}"
-
-    def own_node(self, size: int, address: str) -> Node:
-        """Returns this node, which the others reach at an address or, if one is named, by an interface."""
-        if self.interface is not None:
-            address = address_of(self.interface)
-        interface = self.interface or interface_of(address)
-        return Node(size, address, interface, title=f"node {self.index} ({socket.gethostname()}, {address})")
-
-    def agreed(self, backend: str) -> Message:
-        return {"version": importlib.metadata.version("keras_dist"), "count": self.count, "backend": backend}
 
 
 def _patiently(tell: Callable[[], None], late: Callable[[float], DistributionError]) -> Iterator[None]:
@@ -415,3 +346,97 @@ def _introduce(channel: Channel, place: Place, backend: str, node: Node) -> None
             f"Node 0 at {place.rendezvous} has refused this node.", why,
             f"Run the same command on every node, but for --node-rank, with the same {environment.SECRET}.",
         )
+
+
+# --- Over ssh ---
+
+Host = tuple[str, int]
+LOCAL = ("localhost", LOOPBACK)
+_BATCH = ("-o", "BatchMode=yes")  # it asks for no password
+_END_SECONDS = 2.0
+# What a user sets for the ranks. All else is as on a new login there.
+_SENT = ("KERAS_DIST_", "HOROVOD_", "TF_", "NCCL_", "OMP_", "CUDA_", "PYTHON", "PATH", "LD_LIBRARY_PATH", "KERAS_")
+
+
+def parse_hosts(text: str) -> list[Host]:
+    """Returns hosts and their numbers of ranks: `[("a", 4), ("user@b", 2)]` of `"a:4,user@b:2"`."""
+    hosts = []
+    for part in text.split(","):
+        host, _, count = part.strip().rpartition(":")
+        # A host that begins with a dash would be an option of ssh.
+        if not host or host.startswith("-") or not count.isdecimal() or int(count) < 1:
+            raise ConfigurationError("-H must be hosts with a number of ranks each.", f"-H {text}", "Use `-H a:4,b:4`.")
+        hosts.append((host, int(count)))
+    return hosts
+
+
+def own_address(hosts: Sequence[Host]) -> str:
+    """Returns the IPv4 address of the interface by which this machine reaches the hosts."""
+    address = LOOPBACK
+    for name in [host.rpartition("@")[2] for host, _ in hosts if host not in LOCAL]:
+        try:
+            address = way_to(name)
+        except OSError as error:
+            raise ConfigurationError(
+                "The name of a host has no address, so it is not known by which interface it can reach this one.",
+                f"{name}: {error.strerror or error}", "Name the interface: `--interface eth0`.",
+            ) from error
+        if not address.startswith("127."):  # as for this machine's own name on Debian
+            break
+    return address
+
+
+@contextlib.contextmanager
+def started(
+    hosts: Sequence[Host], command: Callable[[int, int], Sequence[str]], secret: str, environ: Mapping[str, str],
+    ssh: str,
+) -> Iterator[Callable[[], None]]:  # fmt: skip
+    """Starts a command on each host, and waits for their ends at the end of the context.
+
+    `command` returns the command of a host, given its index from 1 on and its number of ranks. The command gets the
+    secret by its standard input: the command line is seen by all users. The user's settings in `environ` are sent.
+    Yields a function that raises `PeerLostError` if a command has ended too early.
+    """
+    running: list[subprocess.Popen[bytes]] = []
+
+    def check() -> None:
+        for (host, _), process in zip(hosts, running, strict=False):
+            if (code := process.poll()) is not None:
+                raise PeerLostError(
+                    f"The launcher on {host} has ended before all have joined.",
+                    f"exit code {code}" + (" (255 is that of ssh itself)" if code == 255 else ""),
+                    f"Look at the messages above. `{ssh} {host}` must work without a password, and have the same "
+                    "Python and folder as here.",
+                )
+
+    try:
+        for index, (host, count) in enumerate(hosts, 1):
+            remote = ["sh", "-c", _script(command(index, count), environ)]
+            if host not in LOCAL:
+                remote = [*shlex.split(ssh), *_BATCH, host, f"exec {shlex.join(remote)}"]
+            # Ctrl-C is for this launcher, which tells the others.
+            process = subprocess.Popen(remote, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
+            running.append(process)
+            with contextlib.suppress(OSError):  # it has ended: `check` says so
+                cast(IO[bytes], process.stdin).write(f"{secret}\n".encode())
+        yield check
+    finally:
+        for end in (lambda process: None, lambda process: process.stdin.close(), subprocess.Popen.kill):
+            deadline = time.monotonic() + _END_SECONDS
+            for process in running:
+                if process.poll() is None:
+                    end(process)
+            for process in running:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, deadline - time.monotonic()))
+        for process in running:
+            cast(IO[bytes], process.stdin).close()
+
+
+def _script(command: Sequence[str], environ: Mapping[str, str]) -> str:
+    settings = [f"{name}={value}" for name, value in environ.items() if name.startswith(_SENT)]
+    read = f"IFS= read -r {environment.SECRET} && export {environment.SECRET}"
+    # As soon as the input ends, with the connection, the launcher is asked to stop.
+    watch = "(cat; kill -TERM $$) <&3 >/dev/null 2>&1 & exec 3<&- </dev/null"
+    run = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(['env', *settings, *command])}"
+    return f"exec 3<&0; {read} && {{ {watch}; {run}; }}"

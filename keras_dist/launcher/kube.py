@@ -14,7 +14,7 @@ from typing import Any
 
 from keras_dist import environment
 from keras_dist.errors import ConfigurationError
-from keras_dist.launcher.job import COMMIT_SECONDS, WITH_RANKS, command_of, without_dashes
+from keras_dist.launcher.job import COMMIT_SECONDS, WITH_RANKS, command_of
 from keras_dist.launcher.nodes import JOB_INDEX
 
 PORT = 29400
@@ -173,7 +173,7 @@ def _tasks(args: argparse.Namespace) -> Iterator[tuple[str, int, Sequence[str], 
     cluster = {
         task: [f"{names[task]}-{index}.{args.name}:{PORT}" for index in range(count)] for task, count in counts.items()
     }
-    command = command_of(without_dashes(args.target), "python", is_module=args.module)
+    command = command_of(args.target, "python", is_module=args.module)
     index = {"name": JOB_INDEX, "valueFrom": {"fieldRef": {"fieldPath": _INDEX_OF_POD}}}
     for task, count in counts.items():
         own = f'{{"type": "{task}", "index": $({JOB_INDEX})}}'  # Kubernetes puts the index of the pod in
@@ -216,10 +216,9 @@ def _leave_places_to_kubeflow(template: dict[str, Any], container_name: str) -> 
 
 
 def _check(args: argparse.Namespace) -> None:
-    if not without_dashes(args.target):
-        raise ConfigurationError(
-            "There is nothing to run.", "no script", "Name it after the options: `keras-dist kube --image i train.py`."
-        )
+    if not command_of(args.target, "python", is_module=args.module):
+        remedy = "Name it after the options: `keras-dist kube --image i train.py`."
+        raise ConfigurationError("There is nothing to run.", "no script", remedy)
     if not _NAME.fullmatch(args.name):
         raise ConfigurationError(
             "The name can't be that of a Service and of pods.", f"--name {args.name}",
@@ -239,6 +238,5 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigurationError(f"{name} is at least {least}.", f"{name} {value}", f"Use {least} or more.")
     for claim in args.claim:
         if not re.fullmatch(r"[a-z0-9.-]+:/.*", claim):
-            raise ConfigurationError(
-                "--claim names a PersistentVolumeClaim and where it is mounted.", claim, "Write `--claim data:/data`."
-            )
+            problem = "--claim names a PersistentVolumeClaim and where it is mounted."
+            raise ConfigurationError(problem, claim, "Write `--claim data:/data`.")

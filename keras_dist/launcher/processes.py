@@ -23,9 +23,9 @@ from keras_dist.launcher.output import CHIEF, Console, RankOutput
 LOOPBACK_DEVICE = "lo"
 
 
-# Becomes a command that the kernel kills as soon as its parent has ended: a parent that is killed by SIGKILL can't do it
-# itself. A `preexec_fn` could ask the kernel too, but runs Python between fork and exec, where a lock that another
-# thread of the parent holds is never released. This costs about 20 ms instead, in all ranks at the same time.
+# Becomes a command that the kernel kills as soon as its parent has ended: who is killed by SIGKILL can't end others. A
+# `preexec_fn` could ask the kernel too, but runs Python between fork and exec, where a lock that another thread of the
+# parent holds is never released. This costs about 20 ms instead, in all ranks at the same time.
 _DIE_WITH_PARENT = """
 import ctypes, os, signal, sys
 parent, command = int(sys.argv[1]), sys.argv[2:]
