@@ -20,9 +20,7 @@ from keras_dist.errors import ConfigurationError
 
 CHIEF, ALL = "chief", "all"
 MODES = (CHIEF, ALL)
-_CHUNK_BYTES = 65536
-_LINE_BYTES = 65536
-_TAIL_BYTES = 65536
+_CHUNK_BYTES = _LINE_BYTES = _TAIL_BYTES = 65536
 _DRAIN_SECONDS = 0.3
 _STDOUT, _STDERR = 1, 2
 # TF_CPP_MIN_LOG_LEVEL can't hide the first ones: they come before TensorFlow reads it.
@@ -30,8 +28,6 @@ NOTES = (
     b"I0000 ", b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
     b"To enable the following instructions: ",
 )  # fmt: skip
-
-Write = Callable[[bytes], None]
 
 
 def _write_all(write: Callable[[memoryview], int | None], data: bytes) -> None:
@@ -90,27 +86,27 @@ class Lines:
     Either whole lines only, or at once all that can't be a note.
     """
 
-    def __init__(self, write: Write, *, prefix: str = "", whole: bool = True, notes: tuple[bytes, ...] = ()) -> None:
-        self._write = write
-        self._prefix, self._whole, self._notes = prefix.encode(), whole, notes
+    def __init__(
+        self, write: Callable[[bytes], None], *, prefix: str = "", whole: bool = True, notes: tuple[bytes, ...] = ()
+    ) -> None:
+        self._write, self._prefix, self._whole, self._notes = write, prefix.encode(), whole, notes
         self._held = b""  # the start of a line, not written yet
         self._within = False  # whether the start of this line was written
 
     def __call__(self, chunk: bytes) -> None:
-        *lines, rest = (self._held + chunk).split(b"\n")
-        if self._whole and len(rest) > _LINE_BYTES:
-            lines.append(rest)
-            rest = b""
+        *lines, self._held = (self._held + chunk).split(b"\n")
+        if self._whole and len(self._held) > _LINE_BYTES:
+            lines.append(self._held)
+            self._held = b""
         shown = b""
         for line in lines:
             if self._within or not line.startswith(self._notes):
                 shown += self._prefix + line + b"\n"
             self._within = False
-        may_be_note = rest.startswith(self._notes) or any(note.startswith(rest) for note in self._notes)
-        if rest and not self._whole and (self._within or not may_be_note):
-            shown += rest
-            self._within, rest = True, b""
-        self._held = rest
+        may_be_note = any(note.startswith(self._held[: len(note)]) for note in self._notes)
+        if self._held and not self._whole and (self._within or not may_be_note):
+            shown += self._held
+            self._within, self._held = True, b""
         if shown:
             self._write(shown)
 
@@ -135,7 +131,7 @@ class RankOutput:
         self.log_error = ""  # why the log is not complete
         self.place = f" on {place}" if place else ""
         self.fate = ""  # what became of the rank, if it is known better than by its exit code
-        self._log_file = _create(self.log) if self.log else None
+        self._log_file = None if self.log is None else _create(self.log)
         self._log_lock = threading.Lock()
         self._console = console
         self._prefix = f"[{rank}] " if mode == ALL else ""
@@ -145,7 +141,6 @@ class RankOutput:
         self.stderr = subprocess.PIPE if self.is_shown else subprocess.STDOUT
 
     def text(self) -> str:
-        """Returns the end of the output."""
         return self.tail.decode(errors="replace")
 
     def last_lines(self, count: int) -> list[str]:
@@ -172,22 +167,20 @@ class RankOutput:
                 self._log_file.close()
 
     def _read(self, pipe: IO[bytes], descriptor: int) -> None:
-        lines = [] if self._log_file is None else [Lines(self._write_log)]
+        sinks = [] if self._log_file is None else [Lines(self._write_log)]
         if self.is_shown:
             write = functools.partial(self._console.write, descriptor)
             hides_notes = descriptor == _STDERR and environment.get(environment.TENSORFLOW_LOG_LEVEL) is None
             notes = NOTES if hides_notes else ()
-            lines.append(Lines(write, prefix=self._prefix, whole=bool(self._prefix), notes=notes))
-        # The stdout of a hidden rank includes its stderr, in the right order.
-        has_stderr = descriptor == _STDERR or not self.is_shown
+            sinks.append(Lines(write, prefix=self._prefix, whole=bool(self._prefix), notes=notes))
         with pipe:
             while chunk := os.read(pipe.fileno(), _CHUNK_BYTES):
-                if has_stderr:
+                if descriptor == _STDERR or not self.is_shown:  # the stdout of a hidden rank includes its stderr
                     self.tail = (self.tail + chunk)[-_TAIL_BYTES:]
-                for sink in lines:
+                for sink in sinks:
                     sink(chunk)
-        for last in lines:
-            last.close()
+        for sink in sinks:
+            sink.close()
 
     def _write_log(self, data: bytes) -> None:
         with self._log_lock:
