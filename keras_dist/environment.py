@@ -78,7 +78,6 @@ def get(name: str, default: str | None = None) -> str | None:
 
 
 def launcher_variables() -> dict[str, str]:
-    """Returns the variables that launchers, schedulers and users set for ranks, in the order of their names."""
     return {
         name: value
         for name, value in sorted(os.environ.items())
@@ -103,7 +102,6 @@ def seconds(name: str, default: float) -> float:
 
 
 def join_seconds() -> float:
-    """Returns the time limit for joining, of ranks and of nodes."""
     return seconds(JOIN_TIMEOUT, 300.0)
 
 
@@ -152,28 +150,27 @@ def check_host_name(several_hosts: bool) -> None:
     Without one Gloo crashes; ranks of `several_hosts` can't connect to a loopback one.
     """
     name = socket.gethostname()
-    build = "Build Horovod with `keras-dist install-horovod`, which patches this"
+    address = "the address of this host in its network" if several_hosts else "127.0.1.1"
+    remedy = (
+        "Build Horovod with `keras-dist install-horovod`, which patches this; or give the name an address, with a line "
+        f"of /etc/hosts: {address}, and {name}."
+    )
     try:
         found = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None, socket.AF_INET)}
     except OSError as error:
-        address = "the address of this host in its network" if several_hosts else "127.0.1.1"
-        raise ConfigurationError(
-            "The name of this host has no address. This Horovod's Gloo needs one, and would crash.",
-            f"host name {name!r} ({error})",
-            f"{build}; or give it one, with a line of /etc/hosts: {address}, and {name}.",
-        ) from error
+        problem = "The name of this host has no address. This Horovod's Gloo needs one, and would crash."
+        raise ConfigurationError(problem, f"host name {name!r} ({error})", remedy) from error
     if several_hosts and all(address.startswith("127.") for address in found):
         raise ConfigurationError(
             "The name of this host leads to its loopback interface, where this Horovod's Gloo would listen for ranks "
             "of other hosts.",
-            f"host name {name!r}, which is {', '.join(sorted(found))}",
-            f"{build}; or correct the line of {name} in /etc/hosts: the address of this host in its network.",
+            f"host name {name!r}, which is {', '.join(sorted(found))}", remedy,
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """What a launcher set in the environment of this process."""
+    """What a launcher has set in the environment of this process."""
 
     launcher: str  # its name, for messages
     topology: Topology
@@ -195,8 +192,7 @@ class Launch:
 def detect_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
     """Returns what the launcher of this process set in the environment, `None` for plain `python`."""
     environ = os.environ if environ is None else environ
-    of_horovod = _gloo_launch(environ) or _openmpi_launch(environ)
-    return of_horovod or _tf_config_launch(environ) or _slurm_launch(environ)
+    return _horovod_launch(environ) or _tf_config_launch(environ) or _slurm_launch(environ)
 
 
 def refuse_lone_node() -> None:
@@ -211,21 +207,16 @@ def refuse_lone_node() -> None:
             )
 
 
-def _gloo_launch(environ: Mapping[str, str]) -> Launch | None:
-    """`keras-dist run` and `horovodrun --gloo` both set Horovod's variables."""
-    if "HOROVOD_RANK" not in environ or "HOROVOD_SIZE" not in environ:
-        return None
-    address, port = environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"), "HOROVOD_GLOO_RENDEZVOUS_PORT"
-    rendezvous = (address, _integer(environ, port)) if address and environ.get(port) else None
-    launcher = "keras-dist run" if environ.get(LAUNCHER) else "horovodrun"
-    return Launch(launcher, _topology(environ, "HOROVOD_"), rendezvous, place=_place(environ))
-
-
-def _openmpi_launch(environ: Mapping[str, str]) -> Launch | None:
-    """`mpirun`, and `horovodrun --mpi`, which calls it."""
-    if "OMPI_COMM_WORLD_RANK" not in environ:
-        return None
-    return Launch("mpirun", _topology(environ, "OMPI_COMM_WORLD_"), is_mpi=True)
+def _horovod_launch(environ: Mapping[str, str]) -> Launch | None:
+    """`keras-dist run` and `horovodrun --gloo` set Horovod's variables; `horovodrun --mpi` calls `mpirun`."""
+    if "HOROVOD_RANK" in environ and "HOROVOD_SIZE" in environ:
+        address, port = environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"), "HOROVOD_GLOO_RENDEZVOUS_PORT"
+        rendezvous = (address, _integer(environ, port)) if address and environ.get(port) else None
+        launcher = "keras-dist run" if environ.get(LAUNCHER) else "horovodrun"
+        return Launch(launcher, _topology(environ, "HOROVOD_"), rendezvous, place=_place(environ))
+    if "OMPI_COMM_WORLD_RANK" in environ:
+        return Launch("mpirun", _topology(environ, "OMPI_COMM_WORLD_"), is_mpi=True)
+    return None
 
 
 def _place(environ: Mapping[str, str]) -> tuple[int, int] | None:
@@ -262,7 +253,7 @@ def _tf_config_launch(environ: Mapping[str, str]) -> Launch | None:
     """
     text = environ.get(TF_CONFIG)
     try:
-        config = json.loads(text) if text else {}
+        config = json.loads(text or "{}")
     except ValueError as error:
         raise _bad_tf_config("TF_CONFIG is not JSON.", f"TF_CONFIG={text!r} ({error})") from None
     if not isinstance(config, dict) or not isinstance(config.get("cluster") or {}, dict):
@@ -291,10 +282,8 @@ def _tf_config_launch(environ: Mapping[str, str]) -> Launch | None:
         )
     tasks = [(name, str(number)) for name in jobs for number in range(len(cluster.get(name, ())))]
     if (job, index) not in tasks:
-        known = ", ".join(f"{name} {number}" for name, number in tasks)
-        raise _bad_tf_config(
-            "The task of TF_CONFIG is not in its cluster.", f"task {job!r} {index}, cluster of {known}"
-        )
+        received = f"task {job!r} {index}, cluster of {', '.join(map(' '.join, tasks))}"
+        raise _bad_tf_config("The task of TF_CONFIG is not in its cluster.", received)
     launcher = "keras-dist run" if environ.get(LAUNCHER) else TF_CONFIG
     if has_servers:
         return Launch(launcher, Topology(), jobs=cluster, task=(job, int(index)))

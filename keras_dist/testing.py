@@ -96,16 +96,15 @@ class WorkerPool:
 
     def __init__(self, n: int, backend: str = "horovod", *, environ: Mapping[str, str] | None = None) -> None:
         cloudpickle_module()
-        on_cpus = find(backend).on_cpus
-        if n < 1 or (n > 1 and not find(backend).scales_on_cpus):
-            several = ", ".join(repr(name) for name, entry in BACKENDS.items() if entry.scales_on_cpus)
+        entry = find(backend)
+        if n < 1 or (n > 1 and not entry.scales_on_cpus):
+            several = ", ".join(repr(name) for name, other in BACKENDS.items() if other.scales_on_cpus)
             raise ConfigurationError(
-                "This backend can't run this number of ranks on one machine.",
-                f"n={n}, backend={backend!r}",
+                "This backend can't run this number of ranks on one machine.", f"n={n}, backend={backend!r}",
                 f"Use n=1, or one of {several}.",
             )
-        self.size = 1 if on_cpus else n
-        options = dict(on_cpus(n)) if on_cpus else {}
+        self.size = 1 if entry.on_cpus else n
+        options = dict(entry.on_cpus(n)) if entry.on_cpus else {}
         self._serve_arguments = backend, options, n // self.size  # the last one: threads of a rank
         self.backend = backend
         self._environ = environment.current() if environ is None else dict(environ)
