@@ -126,12 +126,11 @@ def defines(callback: Any, hook: str) -> bool:
 
 def rates_of(optimizers: Sequence[Any]) -> list[float | None]:
     """Returns the learning rates of optimizers; `None` for a schedule, which cannot be set."""
-    variables = [variable_of(optimizer) for optimizer in optimizers]
+    variables = map(variable_of, optimizers)
     return [None if variable is None else float(variable) for variable in variables]
 
 
 def set_rates(optimizers: Sequence[Any], rates: Sequence[float | None]) -> None:
-    """Sets the learning rates that `rates_of` returned on another rank."""
     for optimizer, rate in zip(optimizers, rates, strict=True):
         if rate is not None:
             optimizer.learning_rate = rate
@@ -298,9 +297,9 @@ class Timing(keras.callbacks.Callback):
         times = {"step_seconds": seconds / self._steps, "wait_seconds": waited / self._steps}
         own = loss if self.loss_of_rank is None else self.loss_of_rank()
         of_share = {} if own is None else {"loss": own.mean, "examples_per_second": own.examples / seconds}
-        own_numbers = {**times, **of_share}
-        call = "kd.callbacks.Timing"
-        self.by_rank = [own_numbers] if self.backend is None else self.backend.all_gather_object(call, own_numbers)
+        self.by_rank = [{**times, **of_share}]
+        if self.backend is not None:
+            self.by_rank = self.backend.all_gather_object("kd.callbacks.Timing", self.by_rank[0])
         means = {key: sum(each[key] for each in self.by_rank) / len(self.by_rank) for key in times}
         if loss is not None:
             means["examples_per_second"] = loss.examples / (means["step_seconds"] * self._steps)
@@ -361,21 +360,14 @@ class LearningRateWarmup(keras.callbacks.Callback):
     """
 
     def __init__(
-        self,
-        epochs: float = 5,
-        start: float | None = None,
-        target: float | None = None,
+        self, epochs: float = 5, start: float | None = None, target: float | None = None,
         steps_per_epoch: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         if not epochs > 0:
-            raise ConfigurationError(
-                "The length of a warm-up must be positive.", f"epochs={epochs!r}", "For example epochs=5."
-            )
-        self.epochs = epochs
-        self.start = start
-        self.target = target
-        self.steps_per_epoch = steps_per_epoch
+            problem = "The length of a warm-up must be positive."
+            raise ConfigurationError(problem, f"epochs={epochs!r}", "For example epochs=5.")
+        self.epochs, self.start, self.target, self.steps_per_epoch = epochs, start, target, steps_per_epoch
         self.size = 1  # a distributed `fit` sets the number of replicas
         self._ramps: list[tuple[Any, float, float]] = []
         self._optimizers: list[Any] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import json
 import os
 import re
@@ -103,6 +104,13 @@ def seconds(name: str, default: float) -> float:
 
 def join_seconds() -> float:
     return seconds(JOIN_TIMEOUT, 300.0)
+
+
+def installed_version(distribution: str) -> str | None:
+    """Returns the version of a distribution, `None` if it is not installed."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(distribution)
+    return None
 
 
 def cores() -> int:

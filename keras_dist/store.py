@@ -57,11 +57,9 @@ class Server(http.server.ThreadingHTTPServer):
 
     @property
     def is_local(self) -> bool:
-        """True if only this machine can connect."""
         return str(self.server_address[0]).startswith("127.")
 
     def close(self) -> None:
-        """Stops serving and frees the port."""
         if self._thread.is_alive():
             self.shutdown()
             self._thread.join()

@@ -220,7 +220,7 @@ class _Worker:
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the rank lives
         self.connection, theirs = connection.Pipe()
         arguments = ", ".join(map(repr, (theirs.fileno(), *serve_arguments)))
-        program = f"from keras_dist.testing import serve; serve({arguments})"
+        program = f"from keras_dist.testing import _serve; _serve({arguments})"
         self.process = start_process(
             [sys.executable, "-c", program], environ,
             stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT, pass_fds=[theirs.fileno()],
@@ -262,7 +262,7 @@ class _Worker:
 # --- In the process of a rank ---
 
 
-def serve(descriptor: int, backend: str, options: Mapping[str, Any], threads: int) -> None:
+def _serve(descriptor: int, backend: str, options: Mapping[str, Any], threads: int) -> None:
     """Runs the functions that arrive through a connection until it is closed: the program of a rank.
 
     `descriptor` is the inherited end of the pipe; as many operations may run at once as there are `threads`: one for

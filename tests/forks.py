@@ -122,11 +122,11 @@ class _ForkedWorker(testing._Worker):
 
 _RANK = """
 import socket
-from keras_dist.testing import serve
+from keras_dist.testing import _serve
 del __file__  # as in `python -c`: a process that is spawned here looks for no main module
 parent = socket.socket(socket.AF_UNIX)
 parent.connect({address!r})
-serve(parent.detach(), {arguments})
+_serve(parent.detach(), {arguments})
 """
 
 

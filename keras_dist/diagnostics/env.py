@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import ctypes.util
 import dataclasses
-import importlib.metadata
 import importlib.util
 import json
 import platform
@@ -23,16 +22,10 @@ from typing import Any
 
 from keras_dist import environment
 from keras_dist.backends import backend_class, choose
+from keras_dist.environment import installed_version
 from keras_dist.errors import ConfigurationError
 from keras_dist.launcher.nodes import ipv4_of
 from keras_dist.launcher.processes import output_of
-
-
-def installed_version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _describe_interface(name: str) -> dict[str, Any]:

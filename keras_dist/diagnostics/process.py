@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from keras_dist import environment
-from keras_dist.diagnostics.env import installed_version
 from keras_dist.diagnostics.report import Report, target_of
+from keras_dist.environment import installed_version
 from keras_dist.errors import ConfigurationError, DistributionError, Stopped
 from keras_dist.launcher.processes import on_stop_signals, running
 from keras_dist.permissions import locked, refuse_if_others_can_write
@@ -48,12 +48,9 @@ def dry_run(
 ) -> Generator[Report, None, None]:  # fmt: skip
     """Compiles a script's model, or one from a file, for a TPU. Yields the report again whenever it has grown.
 
-    Args:
-        stream: Where progress and the output of the script are shown.
-        search_seconds: Time limit for the compilations that find the largest batch that fits.
-        cached: Use and keep the compiler's results.
-        trials: The number of these compilations, 0 for none.
-        **what: `script` and its `arguments`, or the `model` in a file and the `specs` of a batch; another `batch` size.
+    Progress and the output of the script are shown on `stream`. The largest batch that fits is searched for as long as
+    `search_seconds`, with as many compilations as `trials`. `what` has the `script` and its `arguments`, or the `model`
+    in a file and the `specs` of a batch; and another `batch` size.
     """
     known = target_of(target)
     yield (report := Report(known.name, known.topology, known.chips, known.replicas))
@@ -96,17 +93,16 @@ def _compiling(
 ) -> Iterator[tuple[subprocess.Popen[bytes], connection.Connection]]:
     channel, theirs = connection.Pipe()
     command = [str(python), "-c", _START, str(theirs.fileno()), *user_paths()]
-    try:
-        output = stream.fileno() if stream.fileno() >= 0 else subprocess.DEVNULL
-    except (OSError, ValueError, AttributeError):
-        output = subprocess.DEVNULL
+    output = subprocess.DEVNULL
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # a stream without a file
+        output = stream.fileno()
     # It is killed in the end, and would leave libtpu's logs and the files of TensorFlow's autograph behind.
     with tempfile.TemporaryDirectory(prefix="keras_dist-dry-run-") as folder:
         environ = {environment.TPU_LOG_DIR: folder, **environment.current(), "TMPDIR": folder, **SETTINGS}
         # In a session of its own, so that a signal to all processes of the command is not for the compiler, which would
         # print its stack.
-        options: dict[str, Any] = {"stdout": output, "stderr": output, "pass_fds": (theirs.fileno(),)}
-        with running(command, environ, stdin=subprocess.DEVNULL, **options) as process, channel:
+        options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+        with running(command, environ, pass_fds=(theirs.fileno(),), **options) as process, channel:
             theirs.close()
             with contextlib.suppress(OSError):  # it has ended; `dry_run` says so
                 channel.send(request)
@@ -131,7 +127,7 @@ def python_of(stream: TextIO) -> Path:
     It is in `KERAS_DIST_TPU_CHECK`, or in a folder of the user's cache for these pins.
     """
     wanted = {"jax": "0.10.2", "libtpu": "0.", "tensorflow-cpu": "2.21."}  # of the extra `tpu-check`
-    if all(_version(name).startswith(version) for name, version in wanted.items()):
+    if all((installed_version(name) or "").startswith(version) for name, version in wanted.items()):
         return Path(sys.executable)
     if (named := environment.get(environment.TPU_CHECK)) is not None:
         folder = Path(named).absolute()
@@ -153,15 +149,11 @@ def cache_folder() -> Path:
 
 
 def _missing() -> tuple[str, ...]:
-    """Returns what the new environment needs: only the compiler if this one has a suitable TensorFlow, not TPU's."""
-    if environment.get(environment.TPU_CHECK) is not None or _version("tensorflow-tpu"):
+    """Returns what a new environment needs: only the compiler if this one has a suitable TensorFlow, not TPU's."""
+    if environment.get(environment.TPU_CHECK) is not None or installed_version("tensorflow-tpu"):
         return REQUIREMENTS  # other environments may use the named folder, too
-    fits = any(_version(name).startswith("2.21.") for name in ("tensorflow", "tensorflow-cpu"))
-    return _COMPILER if fits else REQUIREMENTS
-
-
-def _version(name: str) -> str:
-    return installed_version(name) or ""
+    found = map(installed_version, ("tensorflow", "tensorflow-cpu"))
+    return _COMPILER if any(version and version.startswith("2.21.") for version in found) else REQUIREMENTS
 
 
 def _make(folder: Path, python: Path, stream: TextIO) -> None:
@@ -230,13 +222,11 @@ def tpu_dry_run(
     from keras_dist.diagnostics.captured import specs_of
 
     if not getattr(model, "compiled", False):
-        raise ConfigurationError(
-            "Only a compiled model has a training step.", f"the model {model.name!r}", "Call model.compile(...) first."
-        )
+        received = f"the model {model.name!r}"
+        raise ConfigurationError("Only a compiled model has a training step.", received, "Call model.compile(...).")
     with tempfile.TemporaryDirectory(prefix="keras_dist-dry-run-") as folder:
-        path = str(Path(folder) / "model.keras")
-        model.save(path)
-        what = {"model": path, "specs": specs_of(batch), "trials": trials}
+        model.save(path := f"{folder}/model.keras")
+        what = {"trials": trials, "model": path, "specs": specs_of(batch)}
         *_, report = dry_run(target, stream or sys.stderr, search_seconds, **what)
         return report
 

@@ -17,7 +17,7 @@ class Generation:
     aliases: tuple[str, ...]
     replicas_per_chip: int  # devices that TensorFlow sees
     counted_per_chip: int  # by a TPU's name: `v3-8` has 4 chips with 2 cores each, `v5e-8` 8 chips
-    memory: int  # bytes on one chip
+    memory: int  # bytes, of one chip
     shapes: dict[int, str]  # the compiler's topology for a number of chips
 
 
@@ -109,7 +109,6 @@ class Report:
         return self.compiles and self.fits and not self.forbidden
 
     def as_json(self) -> dict[str, Any]:
-        """Returns all results as plain values."""
         return {"ok": self.ok, **dataclasses.asdict(self)}
 
     def __str__(self) -> str:
@@ -139,7 +138,11 @@ class Report:
             verdict = f"no, {_count(len(self.forbidden), 'operation')} that a TPU can't run:"
         elif self.compiles:
             verdict = "yes" if self.fits else "yes, but it doesn't fit into the memory"
-        lines = [f"compiles:      {verdict}", *(f"  {_forbidden(one)}" for one in self.forbidden)]
+        lines = [f"compiles:      {verdict}"]
+        for one in self.forbidden:
+            layer = f"layer {one['layer']!r}" if one["layer"] else ""
+            place = ", ".join(filter(None, [layer, f"{one['file']}:{one['line']}" if one["file"] else ""]))
+            lines += [f"  {one['op']}{': ' if place else ''}{place}", f"    {one['why']}"]
         if self.error:
             lines.append(f"  the compiler: {self.error}")
         if self.memory:
@@ -147,8 +150,7 @@ class Report:
         if self.compiles and self.fits:
             flops, traffic = (_short(number, 1000, ("", *"kMGT")) for number in (self.flops, self.bytes_accessed))
             lines += [
-                f"work:          {flops}flop and {traffic}B of memory traffic a step, on "
-                "each replica",
+                f"work:          {flops}flop and {traffic}B of memory traffic a step, on each replica",
                 f"all-reduces:   {self.gradient_reductions} of gradients; the compiler combines them into "
                 f"{self.compiled_reductions}",
             ]
@@ -159,9 +161,9 @@ class Report:
         if not needed:
             return f"more than the {_size(available)} of a replica"
         named = [name for name in ("arguments", "temporary", "code") if name in self.memory]
-        parts = [f"{name} {_size(self.memory[name])}" for name in named]
-        share = f" ({100 * needed / available:.1f} %)"
-        return f"{_size(needed)} of {_size(available)}{share}{': ' if parts else ''}{', '.join(parts)}"
+        parts = ", ".join(f"{name} {_size(self.memory[name])}" for name in named)
+        share = 100 * needed / available
+        return f"{_size(needed)} of {_size(available)} ({share:.1f} %){': ' if parts else ''}{parts}"
 
     def _largest(self) -> str:
         if not self.largest_batch:
@@ -170,12 +172,6 @@ class Report:
         if self.too_large_batch:
             return f"{'at least ' if self.stopped else ''}{fits}; {self.too_large_batch} doesn't fit"
         return f"at least {fits}" + (f": {self.search_end}" if self.search_end else "")
-
-
-def _forbidden(one: dict[str, Any]) -> str:
-    layer = f"layer {one['layer']!r}" if one["layer"] else ""
-    place = f"{one['file']}:{one['line']}" if one["file"] else ""
-    return f"{': '.join(filter(None, [one['op'], ', '.join(filter(None, [layer, place]))]))}\n    {one['why']}"
 
 
 def _count(number: int, what: str) -> str:

@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from keras_dist import api, cluster, environment
 from keras_dist.comm.backend import Backend
-from keras_dist.diagnostics.env import installed_version
+from keras_dist.environment import installed_version
 from keras_dist.errors import ConfigurationError
 from keras_dist.launcher.nodes import LOOPBACK
 

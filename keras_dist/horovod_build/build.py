@@ -65,8 +65,8 @@ TOOLS = {
 def installed_tensorflow() -> str | None:
     """Returns distribution and version of TensorFlow, read from its metadata, since importing it takes seconds."""
     for name in TENSORFLOW_DISTRIBUTIONS:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return f"{name} {importlib.metadata.version(name)}"
+        if version := environment.installed_version(name):
+            return f"{name} {version}"
     return None
 
 

@@ -118,11 +118,11 @@ def _not_resolved(place: TPUAddress, error: Exception) -> DistributionError:
 
 def _not_initialized(place: TPUAddress, workers: Sequence[str], error: Exception) -> DistributionError:
     where = f"TPU {place.target!r}, {place.reason}"
-    plain = [name for name in _WITHOUT_TPU if tpu_place.installed(name) is not None]
-    if not workers and plain and tpu_place.installed(tpu_place.TENSORFLOW) is None:
+    plain = [name for name in _WITHOUT_TPU if environment.installed_version(name) is not None]
+    if not workers and plain and environment.installed_version(tpu_place.TENSORFLOW) is None:
         return ConfigurationError(
             "The installed TensorFlow can't use a TPU.",
-            f"{plain[0]} {tpu_place.installed(plain[0])}; {where}",
+            f"{plain[0]} {environment.installed_version(plain[0])}; {where}",
             f"Install {tpu_place.TENSORFLOW} into its own environment: `make setup TF=tpu` in a clone of keras_dist, "
             "or `python -m pip install '.[tpu]'` in a fresh one.",
         )

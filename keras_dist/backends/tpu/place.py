@@ -8,7 +8,6 @@ pair by default: tensorflow-tpu 2.20.0 requires any libtpu 0.0.x. Measured in 20
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import itertools
 import json
 import re
@@ -17,6 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
+from keras_dist.environment import installed_version
 from keras_dist.errors import ConfigurationError
 
 GKE = "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS"
@@ -150,21 +150,13 @@ _PAIRS = {"2.19": ("0.0.10", "0.0.10", "0.0.10"), "2.20": ("0.0.14", "0.0.30", "
 TENSORFLOW = "tensorflow-tpu"
 
 
-def installed(distribution: str) -> str | None:
-    """Returns the version of a distribution, `None` if it is not installed."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def check_before_tensorflow() -> None:
     """Raises `ConfigurationError` if TensorFlow is not imported yet and importing it would kill this process."""
     if "tensorflow" not in sys.modules:
         check()
 
 
-def check(version_of: Callable[[str], str | None] = installed) -> None:
+def check(version_of: Callable[[str], str | None] = installed_version) -> None:
     """Raises `ConfigurationError` if the installed libtpu doesn't fit the installed tensorflow-tpu."""
     tensorflow = version_of(TENSORFLOW)
     fitting = _PAIRS.get(".".join((tensorflow or "").split(".")[:2]))
