@@ -52,19 +52,16 @@ def announce(line: str) -> None:
 
 
 def set_up(rank: int) -> None:
-    """Sets the level and the prefix of the logger."""
     level = (environment.get(environment.LOG_LEVEL) or "warning").lower()
     if level not in _LEVELS:
-        given, known = f"{environment.LOG_LEVEL}={level}", ", ".join(_LEVELS)
-        raise ConfigurationError("Unknown log level.", given, f"Use one of {known}.")
+        remedy = f"Use one of {', '.join(_LEVELS)}."
+        raise ConfigurationError("Unknown log level.", f"{environment.LOG_LEVEL}={level}", remedy)
     log = logger()
     log.setLevel(level.upper())
     log.propagate = False
-    for handler in list(log.handlers):
-        log.removeHandler(handler)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"keras_dist [{rank}] %(levelname)s: %(message)s"))
-    log.addHandler(handler)
+    log.handlers = [handler]
 
 
 @functools.cache

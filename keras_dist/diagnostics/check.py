@@ -145,8 +145,6 @@ _BEYOND = 1.1  # how far behind the predicted limit the other bound is looked fo
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """The result of one compilation."""
-
     batch: int  # of a replica
     fits: bool
     memory: int  # bytes needed, 0 if unknown

@@ -161,7 +161,7 @@ def _make(folder: Path, python: Path, stream: TextIO) -> None:
     log, missing = folder.with_name(folder.name + ".log"), _missing()
     install = [str(python), "-m", "pip", "--disable-pip-version-check", "install", *missing]
     steps = {
-        "making the environment": ([sys.executable, "-m", "venv", "--clear", str(folder)], None),
+        "making the environment": ([sys.executable, "-m", "venv", "--clear", str(folder)], 0.0),
         "installing the TPU compiler": (install, _SECONDS[missing]),
     }
     with open(log, "w") as output, ProgressLine(stream) as line:

@@ -39,8 +39,6 @@ GENERATIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A TPU that a model is compiled for."""
-
     name: str  # as the user typed it
     topology: str  # the compiler's name of it, "v5e:2x4"
     chips: int

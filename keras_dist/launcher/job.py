@@ -44,10 +44,7 @@ class Outcome:
 
 
 class Job:
-    """The ranks of one start and how they ended: those of this machine, and those of a cluster's other nodes.
-
-    Ranks that handle SIGTERM may take `commit_seconds` to commit and end.
-    """
+    """The ranks of one start and how they ended: those of this machine, and those of a cluster's other nodes."""
 
     def __init__(self, cluster: Cluster, here: LocalRanks, commit_seconds: float = COMMIT_SECONDS) -> None:
         self._cluster, self._here, self._commit_seconds = cluster, here, commit_seconds
@@ -120,7 +117,6 @@ class Job:
         return event
 
     def _lost_its_peer(self, end: Ended) -> bool:
-        """True if a rank failed only because another one had gone."""
         if end.code == -signal.SIGKILL:  # no rank does this to itself
             return False
         output = self._outputs[end.rank]
@@ -293,7 +289,6 @@ def sentences_about(end: Ended, output: RankOutput) -> list[str]:
 
 
 def manner(code: int) -> str:
-    """Returns how a rank has ended, for a sentence."""
     if code == -signal.SIGKILL:
         return "was killed by SIGKILL (if not by you, then by the kernel, out of memory: see `dmesg`)"
     if code == -signal.SIGSTOP:
@@ -319,8 +314,7 @@ def quote(rank: int, outputs: Sequence[RankOutput]) -> list[str]:
 class Restarts(contextlib.ExitStack):
     """Decides after each start whether there is another one, and tells the user. Learns of commits from the chief.
 
-    Ranks that crash twice without a new commit in between would crash for ever: they are not started again. `limit` is
-    how often all ranks may be started again after a crash.
+    Ranks that crash twice without a new commit in between would crash for ever: they are not started again.
     """
 
     def __init__(self, limit: int, console: Console) -> None:
@@ -351,7 +345,7 @@ class Restarts(contextlib.ExitStack):
         before = self._before.get(is_crash)
         self._before[is_crash] = step, outcome.cause
         why_not = ""
-        if before is not None and before[0] == step:
+        if before and before[0] == step:
             why_not = f"there is no new commit since the last start. The first cause: {before[1]}"
         elif self._used == self._limit:
             why_not = f"restart {self._used} of {self._limit} was the last. The cause: {outcome.cause}"
@@ -400,7 +394,6 @@ def make_cluster(backend: str, size: int, environ: Mapping[str, str], nodes: Seq
 def launch(here: LocalRanks, new_cluster: Callable[[], Cluster], max_restarts: int, commit_seconds: float) -> int:
     """Runs the ranks of a cluster until all have ended; for the main thread only.
 
-    If a rank fails, the others are ended within 5 s, and the last line printed names the first cause.
     `new_cluster` returns the cluster of a start. `max_restarts` is how often all ranks are started again after a crash,
     as long as there are new commits.
 

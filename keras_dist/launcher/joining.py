@@ -120,7 +120,6 @@ def _tried(
 
 
 def _listen(place: Place, show: Callable[[str], None]) -> tuple[socket.socket, str]:
-    """Returns what listens at the rendezvous, and its address."""
     remedy = "It must be an address of node 0, with a free port; --node-rank 0 belongs to that machine only"
 
     def attempt() -> tuple[socket.socket, str]:

@@ -162,7 +162,6 @@ class LocalRanks:
         return output
 
     def send(self, signum: int) -> None:
-        """Sends a signal to the ranks and all processes of their sessions."""
         for process in self._processes.values():
             signal_session(process, signum)
 

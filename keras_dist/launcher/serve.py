@@ -74,23 +74,17 @@ def serve_all(workers: int, servers: int, path: str, environ: Mapping[str, str])
     try:
         with open(path, "x") as file:
             file.write(addresses)
-    except FileExistsError as error:
-        raise ConfigurationError(
-            "The file for the addresses of the cluster exists already.", path,
-            "If no cluster uses it, delete it: one that was killed leaves it behind. Or name another file after "
-            "`--serve`.",
-        ) from error
     except OSError as error:
         raise ConfigurationError(
-            "The addresses of the cluster can't be written.", f"{path}: {error.strerror}",
-            "Name a file that you may write to after `--serve`.",
+            "A new file for the addresses of the cluster can't be made.", f"{path}: {error.strerror}",
+            "If no cluster uses the one that exists, delete it: one that was killed leaves it behind. Or name another "
+            "file after `--serve`.",
         ) from error
     print(
         f"keras-dist: workers: {workers}, servers: {servers}; their addresses are in {path}. In the notebook:\n"
         f"  kd.init(kd.ParameterServer(cluster={os.path.abspath(path)!r}))\nCtrl-C ends the cluster.",
-        file=sys.stderr,
-        flush=True,
-    )
+        file=sys.stderr, flush=True,
+    )  # fmt: skip
     tasks = [(role, index) for role in ROLES for index in range(len(jobs[role]))]
     try:
         return _supervise(tasks, path, environ)

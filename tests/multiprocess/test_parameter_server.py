@@ -445,7 +445,8 @@ def test_a_file_that_exists_is_kept(tmp_path: Path, capsys: pytest.CaptureFixtur
     file.write_text("mine")
     assert main(["run", "--workers", "1", "--ps", "1", "--serve", str(file)]) == 2
     assert file.read_text() == "mine"
-    assert f"exists already.\nReceived: {file}\nRemedy: If no cluster uses it, delete it" in capsys.readouterr().err
+    received = f"{file}: File exists\nRemedy: If no cluster uses the one that exists, delete it"
+    assert f"can't be made.\nReceived: {received}" in capsys.readouterr().err
 
 
 def test_the_addresses_of_another_cluster_are_kept(standing: subprocess.Popen[str], tmp_path: Path) -> None:
