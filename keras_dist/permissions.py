@@ -55,11 +55,7 @@ def refuse_if_others_can_write(path: Path, purpose: str, remedy: str) -> None:
 
     As `sshd` does it (`StrictModes`), the folders above count too: who can write to one of them can rename what is
     in it. Not so in a sticky folder, such as `/tmp`. What doesn't exist is not refused; the folders above it are looked
-    at.
-
-    Args:
-        purpose: What is done with it, such as `"installed from"`.
-        remedy: What to do about it, besides changing the permissions.
+    at. `purpose` is what is done with it, such as `"installed from"`, `remedy` what helps beside other permissions.
     """
     for place in (path, *path.resolve().parents):
         try:
@@ -89,15 +85,13 @@ def _fault(status: os.stat_result, is_above: bool) -> str | None:
 
 def _has_only_this_user(group_id: int) -> bool:
     """Whether a group is the private one that many systems make for each user, whose files it may write."""
-    try:
+    with contextlib.suppress(KeyError):
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(group_id)
-    except KeyError:
-        return False
-    return group_id == user.pw_gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
+        return group_id == user.pw_gid and group.gr_name == user.pw_name and {*group.gr_mem} <= {user.pw_name}
+    return False
 
 
 def _user_name(user_id: int) -> str:
-    try:
+    with contextlib.suppress(KeyError):
         return pwd.getpwuid(user_id).pw_name
-    except KeyError:
-        return f"user {user_id}"
+    return f"user {user_id}"
