@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -218,7 +217,7 @@ class OnWorkers(DatasetFunction):
         return OnWorkers(lambda context: keras_model.weighted(function(context), class_weight), self._backend)
 
     def stand_in(self) -> tf.data.Dataset:
-        """Returns a dataset that Keras takes, until `Passes` over these data replace it."""
+        """Returns a dataset that Keras takes, until a `Pass` over these data replaces it."""
         nothing = tf.data.Dataset.from_generator(_not_read, output_signature=tf.TensorSpec([None]))
         attach(nothing, _DATA, self)
         return nothing
@@ -242,36 +241,25 @@ def stood_for(dataset: Any) -> OnWorkers | None:
     return getattr(dataset, _DATA, None)
 
 
-@dataclasses.dataclass(frozen=True)
-class Passes:
-    """What Keras iterates over where it was given a stand-in."""
-
-    on_workers: OnWorkers
-    limit: int | None
-
-    @property
-    def element_spec(self) -> Any:
-        return self.on_workers.element_spec
-
-    def __iter__(self) -> Pass:
-        return Pass(self.on_workers.shards(), self.element_spec, self.limit)
-
-
 class Pass:
-    """One pass over the data that workers read. An epoch has `limit` steps, or lasts as long as there are data."""
+    """Data that workers read, where Keras was given a stand-in; and one pass over them.
 
-    def __init__(self, shards: Sequence[Shard], element_spec: Any, limit: int | None) -> None:
-        self.element_spec = element_spec
+    An epoch has `limit` steps, or lasts as long as there are data.
+    """
+
+    def __init__(self, on_workers: OnWorkers, limit: int | None) -> None:
+        self.element_spec = on_workers.element_spec
         self.reads: dict[ShardBatch, Job] = {}  # of the batches of the next synchronous step
-        self.under_way: dict[Job, ShardBatch] = {}  # calls that make asynchronous steps, first to last
         self.asked = 0  # asynchronous steps that Keras has asked for
         self.done = 0  # those that were made
-        self._shards = shards
-        self._limit = limit
+        self._on_workers, self._limit = on_workers, limit
+        self._shards: Sequence[Shard] = ()
         self._turn = 0
 
     def __iter__(self) -> Pass:
-        return self
+        begun = Pass(self._on_workers, self._limit)
+        begun._shards = self._on_workers.shards()
+        return begun
 
     def __next__(self) -> Any:
         raise not_read_here()  # the engine takes steps, not batches
@@ -296,17 +284,19 @@ class Pass:
         self.reads = {}
         return found
 
-    def next_batch(self, most: int, ahead: int, window: int | None) -> ShardBatch | None:
+    def next_batch(
+        self, most: int, ahead: int, window: int | None, under_way: Sequence[ShardBatch]
+    ) -> ShardBatch | None:
         """Returns the batches of the next call; `None` if all shards have ended, or enough steps are under way.
 
         `ahead` is how many calls on a shard may be under way, `window` how many steps may be; `None` for any number.
         """
-        begun = sum(batch.count for batch in self.under_way.values())
+        begun = sum(batch.count for batch in under_way)
         if window is not None:
             most = min(most, window - begun)
         if self._limit is not None:  # a step that Keras doesn't ask for must not be made
             most = min(most, self._limit - self.done % self._limit - begun)
-        reading = [batch.shard for batch in self.under_way.values()]
+        reading = [batch.shard for batch in under_way]
         for offset in range(len(self._shards) if most > 0 else 0):
             shard = self._shards[(self._turn + offset) % len(self._shards)]
             if not shard.has_ended and reading.count(shard) < ahead:

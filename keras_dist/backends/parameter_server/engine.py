@@ -6,9 +6,7 @@ asynchronous steps each worker computes on a whole batch, and doesn't wait for t
 
 from __future__ import annotations
 
-import abc
 import collections
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -24,126 +22,9 @@ from keras_dist.backends.parameter_server.workers import Job, RemoteFunction
 from keras_dist.data.shares import Share, any_batch_size, row_count
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
+from keras_dist.training.distributed import DistributedModel
 
 AHEAD = 2  # calls for each worker that wait or run, so that none is idle
-
-
-class Engine(abc.ABC):
-    """Runs the steps of one model on the workers of a backend."""
-
-    def __init__(self, model: keras.Model, backend: Coordinator, functions: Functions) -> None:
-        self._model = model
-        self._functions = functions
-        self._workers = backend.workers
-        self._size = backend.workers.size
-        self._traced: dict[Any, Any] = {}
-        self._reader = ShardReader()  # of what is read in this process
-        self._tests: tuple[Any, Iterator[Job]] | None = None  # an iterator, and the calls on its batches
-        self._kind = "train"  # of the steps that run: "train" or "test"
-
-    def train(self, iterator: Any, waits: bool) -> Logs:
-        """Makes one execution of Keras: `steps_per_execution` training steps, or what is left.
-
-        It waits for each step if the caller wants its logs.
-        """
-        self._kind = "train"
-        logs = self._execute(lambda: self._train_step(iterator))
-        return self.last_logs(logs) if waits else logs
-
-    def test(self, iterator: Any) -> Logs:
-        self._kind = "test"
-        if isinstance(iterator, Pass):
-            return self._execute(lambda: self._test_step(iterator))
-        if self._tests is None or self._tests[0] is not iterator:
-            self._tests = iterator, self._begin_tests(iterator)
-        jobs = self._tests[1]
-        return self._execute(lambda: self._finish_test(next(jobs)))
-
-    @abc.abstractmethod
-    def predict(self, batches: Sequence[Any]) -> Any:
-        """Returns the predictions of some batches, in their order: each worker computes a share of each."""
-
-    def drain(self) -> None:  # noqa: B027 - synchronous steps are done when they return
-        """Waits for the training steps that are under way, and counts them."""
-
-    def last_logs(self, logs: Any) -> Any:
-        """Returns the logs of the last step, once all are done."""
-        return logs
-
-    def forget(self) -> None:
-        """Drops what is under way."""
-        self._tests = None
-        self._workers.forget()
-
-    @abc.abstractmethod
-    def _train_step(self, iterator: Any) -> Logs:
-        """Makes a training step on the next batch, or on the next batches of a `Pass`."""
-
-    @abc.abstractmethod
-    def _test_step(self, data: Pass) -> Logs: ...
-
-    def _execute(self, step: Callable[[], Logs]) -> Logs:
-        logs = None
-        for _ in range(self._model.steps_per_execution):
-            try:
-                logs = step()
-            except (StopIteration, tf.errors.OutOfRangeError):
-                if logs is None:
-                    raise
-                break
-        return logs or {}
-
-    def _begin_tests(self, iterator: Any) -> Iterator[Job]:
-        """Yields the calls on the batches of an evaluation. Some are begun ahead, so that all workers have some."""
-        jobs: collections.deque[Job] = collections.deque()
-        spec = spec_of(iterator)
-        for batch in map(without_optionals, iterator):
-            self._verify_test(batch, spec)
-            jobs.append(self._begin_test(batch, spec))
-            if len(jobs) == AHEAD * self._size:
-                yield jobs.popleft()
-        yield from jobs
-        self._tests = None
-
-    def test_whole(self, batch: Any, spec: Any) -> Logs:
-        return self._finish_test(self._begin_test(batch, spec))
-
-    def _begin_test(self, data: Any, spec: Any) -> Job:
-        return self._submit(self._functions.test_whole, data, (self._functions.seeds(),), spec)
-
-    def _verify_test(self, batch: Any, spec: Any) -> None:  # noqa: B027 - asynchronous steps are not verified
-        """Verifies an evaluation step on a whole batch if it is one of the first."""
-
-    def _finish_test(self, job: Job) -> Logs:
-        outputs = self._results([job])
-        self._functions.set_seeds(outputs[0].seeds)
-        return self._functions.count("test", outputs)
-
-    def _submit(self, function: Any, data: Any, args: tuple[Any, ...], spec: Any) -> Job:
-        """Lets a worker run one of `Functions`; in this process if the user wants to see each operation.
-
-        `data` is its first argument, or the batch that the worker reads for it. It is traced once for each kind of
-        data: for `spec`, or for these data if that is `None`. Without a function the batch is only read.
-        """
-        batch = data if isinstance(data, ShardBatch) else None
-        if self._model.run_eagerly:
-            value = function(data, *args) if batch is None else self._reader.run(batch, function, args)
-            return Job(None, (), value=value, done=True)
-        if function is None:
-            return self._workers.submit(Job(None, (), batch))
-        spec = tf.nest.map_structure(type_of, data) if spec is None else spec
-        key = function, str(spec), str(tf.nest.map_structure(lambda _: 0, args))
-        if key not in self._traced:
-            types = [t.of_any_shape() if isinstance(t, Known) else t for t in tf.nest.map_structure(type_of, args)]
-            self._traced[key] = RemoteFunction(function, spec, types)
-        return self._workers.submit(Job(self._traced[key], args if batch else (data, *args), batch))
-
-    def _results(self, jobs: Sequence[Job]) -> list[Any]:
-        results = []
-        for job in jobs:
-            sent = self._workers.result(job)
-            results.append(sent if job.function is None else job.function.results(sent))
-        return results
 
 
 class Batch(NamedTuple):
@@ -162,12 +43,77 @@ class Tried(NamedTuple):
     spec: Any  # what the step is traced for, `None` for these data
 
 
-class SyncEngine(Engine):
-    def __init__(self, model: keras.Model, backend: Coordinator, functions: Functions) -> None:
-        super().__init__(model, backend, functions)
+class SyncEngine:
+    """Runs the steps of one model on the workers of a backend.
+
+    A training step, a prediction and, if noise and statistics are `exact`, an evaluation step is on shares of a batch.
+    Otherwise each worker evaluates whole batches.
+    """
+
+    def __init__(
+        self, model: keras.Model, backend: Coordinator, distributed: DistributedModel, exact: bool = False
+    ) -> None:
+        self._model, self._backend, self._distributed = model, backend, distributed
+        self._functions = Functions(model, backend, distributed, exact)
+        self._workers = backend.workers
+        self._size = backend.workers.size
+        self._traced: dict[Any, Any] = {}
+        self._reader = ShardReader()  # of what is read in this process
+        self._tests: tuple[Any, Iterator[Job]] | None = None  # an iterator, and the calls on its batches
         self._runs = 1  # of each step
-        self._backend = backend
         self._exact: SyncEngine | None = None  # makes the steps that a verification tries out
+
+    def train(self, iterator: Any, waits: bool) -> Logs:
+        """Makes one execution of Keras: `steps_per_execution` training steps, or what is left.
+
+        It waits for each step if the caller wants its logs.
+        """
+        logs = self._execute(lambda: self._train_step(iterator))
+        return self.last_logs(logs) if waits else logs
+
+    def test(self, iterator: Any) -> Logs:
+        if isinstance(iterator, Pass) or self._functions.is_exact:
+            return self._execute(lambda: self._test_step(iterator))
+        if self._tests is None or self._tests[0] is not iterator:
+            self._tests = iterator, self._begin_tests(iterator)
+        jobs = self._tests[1]
+        return self._execute(lambda: self._finish_test(next(jobs)))
+
+    def predict(self, batches: Sequence[Any]) -> Any:
+        """Returns the predictions of some batches, in their order. They follow each other: each one draws numbers."""
+        outputs: list[Any] = []
+        for given in map(without_optionals, batches):
+            batch = self._cut(given)
+            self._look("predict", batch, lambda exact, _: exchange.whole_of(exact.predict_on(batch)))  # noqa: B023
+            if not batch.shares:  # there are predictions too, of no rows
+                batch = batch._replace(shares={0: exchange.cut(given, self._size)[0]})
+            outputs += self.predict_on(batch)
+        return exchange.concatenated_all(outputs)
+
+    def drain(self) -> None:
+        """Waits for the training steps that are under way, and counts them. Synchronous ones are done already."""
+
+    def last_logs(self, logs: Any) -> Any:
+        """Returns the logs of the last step, once all are done."""
+        return logs
+
+    def forget(self) -> None:
+        """Drops what is under way."""
+        self._tests = None
+        self._workers.forget()
+
+    def _execute(self, step: Callable[[], Logs]) -> Logs:
+        logs = None
+        for _ in range(self._model.steps_per_execution):
+            try:
+                logs = step()
+            except (StopIteration, tf.errors.OutOfRangeError):
+                if logs is None:
+                    raise
+                break
+        return logs or {}
+
+    # --- Steps on shares ---
 
     def _train_step(self, iterator: Any) -> Logs:
         batch = self._next_batch(iterator)
@@ -194,12 +140,6 @@ class SyncEngine(Engine):
             # The step reads weights after it has applied gradients to them: it is run again, up to its next phase.
             kept = (*kept, values)
 
-    def test(self, iterator: Any) -> Logs:
-        if not self._functions.is_exact:
-            return super().test(iterator)
-        self._kind = "test"
-        return self._execute(lambda: self._test_step(iterator))
-
     def _test_step(self, data: Any) -> Logs:
         batch = self._next_batch(data)
         self._look("test", batch, lambda exact, _: exact.test_on(batch))
@@ -208,26 +148,10 @@ class SyncEngine(Engine):
     def test_on(self, batch: Batch) -> Logs:
         return self._count("test", self._compute(self._functions.test_share, batch), batch)
 
-    def predict(self, batches: Sequence[Any]) -> Any:
-        """The shares of a batch may compute something together. Batches follow each other: each one draws numbers."""
-        outputs: list[Any] = []
-        for given in map(without_optionals, batches):
-            batch = self._cut(given)
-            self._look("predict", batch, lambda exact, _: exchange.whole_of(exact.predict_on(batch)))  # noqa: B023
-            if not batch.shares:  # there are predictions too, of no rows
-                batch = batch._replace(shares={0: exchange.cut(given, self._size)[0]})
-            outputs += self.predict_on(batch)
-        return exchange.concatenated_all(outputs)
-
     def predict_on(self, batch: Batch) -> list[Any]:
         parts = self._compute(self._functions.predict_share, batch)
         self._functions.set_seeds(parts[0].seeds)
         return [part.logs for part in parts]
-
-    def _verify_test(self, batch: Any, spec: Any) -> None:
-        whole = Share(batch, count := int(row_count(batch)), count, exchange.NO_FINGERPRINT)
-        shares = {0: whole} if count else {}
-        self._look("test", Batch(shares, spec), lambda exact, _: exact.test_whole(batch, spec))
 
     def _look(self, kind: str, batch: Batch, run: Callable[[SyncEngine, Any], Any]) -> None:
         """Verifies a step if it is one of the first, and keeps rows for the check that is on by default if it is due.
@@ -235,11 +159,11 @@ class SyncEngine(Engine):
         `run` makes it by another engine, whose noise and statistics are exact. Its second argument is as of
         `Step.applied`.
         """
-        distributed = self._functions.distributed
+        distributed = self._distributed
         verification, rows = distributed.verifications.get(kind), distributed.first_rows.get(kind)
 
         def run_exactly(applied: list[Any]) -> Any:
-            self._exact = self._exact or SyncEngine(self._model, self._backend, self._functions.exact())
+            self._exact = self._exact or SyncEngine(self._model, self._backend, distributed, exact=True)
             return run(self._exact, applied)
 
         if batch.shares and verification is not None:
@@ -326,6 +250,61 @@ class SyncEngine(Engine):
         self._functions.set_seeds(outputs[0].seeds)
         return self._functions.count(kind, outputs, [share.count for share in batch.shares.values()])
 
+    # --- Evaluation of whole batches ---
+
+    def _begin_tests(self, iterator: Any) -> Iterator[Job]:
+        """Yields the calls on the batches of an evaluation. Some are begun ahead, so that all workers have some."""
+        jobs: collections.deque[Job] = collections.deque()
+        spec = spec_of(iterator)
+        for batch in map(without_optionals, iterator):
+            count = int(row_count(batch))
+            shares = {0: Share(batch, count, count, exchange.NO_FINGERPRINT)} if count else {}
+            self._look("test", Batch(shares, spec), lambda exact, _: exact.test_whole(batch, spec))  # noqa: B023
+            jobs.append(self._begin_test(batch, spec))
+            if len(jobs) == AHEAD * self._size:
+                yield jobs.popleft()
+        yield from jobs
+        self._tests = None
+
+    def test_whole(self, batch: Any, spec: Any) -> Logs:
+        return self._finish_test(self._begin_test(batch, spec))
+
+    def _begin_test(self, data: Any, spec: Any) -> Job:
+        return self._submit(self._functions.test_whole, data, (self._functions.seeds(),), spec)
+
+    def _finish_test(self, job: Job) -> Logs:
+        outputs = self._results([job])
+        self._functions.set_seeds(outputs[0].seeds)
+        return self._functions.count("test", outputs)
+
+    # --- Calls ---
+
+    def _submit(self, function: Any, data: Any, args: tuple[Any, ...], spec: Any) -> Job:
+        """Lets a worker run one of `Functions`; in this process if the user wants to see each operation.
+
+        `data` is its first argument, or the batch that the worker reads for it. It is traced once for each kind of
+        data: for `spec`, or for these data if that is `None`. Without a function the batch is only read.
+        """
+        batch = data if isinstance(data, ShardBatch) else None
+        if self._model.run_eagerly:
+            value = function(data, *args) if batch is None else self._reader.run(batch, function, args)
+            return Job(None, (), batch, value=value, done=True)
+        if function is None:
+            return self._workers.submit(Job(None, (), batch))
+        spec = tf.nest.map_structure(type_of, data) if spec is None else spec
+        key = function, str(spec), str(tf.nest.map_structure(lambda _: 0, args))
+        if key not in self._traced:
+            types = [t.of_any_shape() if isinstance(t, Known) else t for t in tf.nest.map_structure(type_of, args)]
+            self._traced[key] = RemoteFunction(function, spec, types)
+        return self._workers.submit(Job(self._traced[key], args if batch else (data, *args), batch))
+
+    def _results(self, jobs: Sequence[Job]) -> list[Any]:
+        results = []
+        for job in jobs:
+            sent = self._workers.result(job)
+            results.append(sent if job.function is None else job.function.results(sent))
+        return results
+
 
 def _same(data: Any) -> Any:
     return data
@@ -335,51 +314,46 @@ def _spec_of_any_size(data: Any) -> Any:
     return tf.nest.map_structure(lambda leaf: any_batch_size(type_of(leaf)), data)
 
 
-class AsyncEngine(Engine):
-    def __init__(self, model: keras.Model, backend: Coordinator, functions: Functions) -> None:
-        super().__init__(model, backend, functions)
+class AsyncEngine(SyncEngine):
+    """In training each worker takes a whole batch and doesn't wait for the others; and in evaluations of a `Pass`."""
+
+    def __init__(
+        self, model: keras.Model, backend: Coordinator, distributed: DistributedModel, exact: bool = False
+    ) -> None:
+        super().__init__(model, backend, distributed, exact)
         bound = backend.options()["max_staleness"]
         # Of a window of w steps in a row, each sees at most 2 (w - 1) others: those begun before, and those after.
         self._window = None if bound is None else bound // 2 + 1
         self._journals = backend.variable_devices()[0]
         self._begun = 0
-        self._streams = itertools.count()  # of random numbers, one for each share that is predicted
-        self._fed: collections.deque[Job] = collections.deque()  # steps under way, first to last
-        self._pass: Pass | None = None  # its steps may be under way too
+        self._under_way: dict[Job, Pass | None] = {}  # what makes steps, first to last, and on what the workers read
+        self._kind = "train"  # of these steps: "train" or "test"
         self._logs: Logs = {}
 
     def _train_step(self, iterator: Any) -> Logs:
         """Begins a step, and counts those that are done. On a `Pass` it waits until one is."""
         if isinstance(iterator, Pass):
-            self._pass = iterator
-            return self._step_of_any_worker(iterator, self._functions.train_whole, self._next_seeds)
+            return self._step_of_any_worker("train", iterator, self._functions.train_whole, self._next_seeds)
+        self._begin_kind("train")
         batch, spec = without_optionals(next(iterator)), spec_of(iterator)
-        most = AHEAD * self._size
-        self._count_fed(left=(most if self._window is None else min(self._window, most)) - 1)
+        most = AHEAD * self._size if self._window is None else min(self._window, AHEAD * self._size)
+        while len(self._under_way) >= most:
+            self._count_next(in_order=True)
         (seeds,) = self._next_seeds(1)
-        self._fed.append(self._submit(self._functions.train_whole, batch, (seeds,), spec))
-        while self._fed and self._fed[0].done:
-            self._count(self._fed.popleft())
+        self._under_way[self._submit(self._functions.train_whole, batch, (seeds,), spec)] = None
+        while self._under_way and next(iter(self._under_way)).done:
+            self._count_next(in_order=True)
         return self._logs or self._model.get_metrics_result()
 
-    def _test_step(self, data: Pass) -> Logs:
+    def _test_step(self, data: Any) -> Logs:
+        if not isinstance(data, Pass):
+            return super()._test_step(data)
         seeds = self._functions.seeds
-        return self._step_of_any_worker(data, self._functions.test_whole, lambda steps: [seeds()] * steps)
-
-    def predict(self, batches: Sequence[Any]) -> Any:
-        batches = [without_optionals(batch) for batch in batches]
-        cuts = itertools.chain.from_iterable(exchange.cut(batch, self._size) for batch in batches)
-        spec, seeds = _spec_of_any_size(batches[0]), self._functions.seeds()
-        jobs = [
-            self._submit(self._functions.predict, share.data, (shifted_seeds(seeds, next(self._streams)),), spec)
-            for share in cuts if share.count or not share.total
-        ]  # fmt: skip
-        return exchange.concatenated_all(self._results(jobs))
+        return self._step_of_any_worker("test", data, self._functions.test_whole, lambda steps: [seeds()] * steps)
 
     def drain(self) -> None:
-        self._count_fed(left=0)
-        while self._pass is not None and self._pass.under_way:
-            self._count_read(self._pass)
+        while self._under_way:
+            self._count_next(in_order=True)
 
     def last_logs(self, logs: Any) -> Any:
         self.drain()
@@ -388,8 +362,7 @@ class AsyncEngine(Engine):
 
     def forget(self) -> None:
         super().forget()
-        self._fed.clear()
-        self._pass = None
+        self._under_way.clear()
 
     def _next_seeds(self, steps: int) -> list[Any]:
         seeds, begun = self._functions.seeds(), self._begun
@@ -410,16 +383,27 @@ class AsyncEngine(Engine):
         args = (tf.nest.map_structure(lambda *states: tf.stack(states), *seeds),)
         return self._workers.submit(Job(steps, (next(steps.calls), args), batch))
 
-    def _step_of_any_worker(self, data: Pass, function: Any, next_seeds: Callable[[int], list[Any]]) -> Logs:
+    def _begin_kind(self, kind: str) -> None:
+        if kind != self._kind:
+            self.drain()
+            self._kind = kind
+
+    def _step_of_any_worker(
+        self, kind: str, data: Pass, function: Any, next_seeds: Callable[[int], list[Any]]
+    ) -> Logs:
         """Begins calls as long as there is room for them, and waits until another step is done."""
+        self._begin_kind(kind)
         data.asked += 1
         while data.done < data.asked:
-            while (batch := data.next_batch(self._most, AHEAD, self._window)) is not None:
-                data.under_way[self._begin(function, batch, next_seeds(batch.count), data.element_spec)] = batch
-            if not data.under_way:
+            begun = [job.batch for job in self._under_way if job.batch is not None]
+            while (batch := data.next_batch(self._most, AHEAD, self._window, begun)) is not None:
+                job = self._begin(function, batch, next_seeds(batch.count), data.element_spec)
+                self._under_way[job] = data
+                begun.append(batch)
+            if not begun:
                 data.asked = data.done
                 raise StopIteration
-            self._count_read(data)
+            self._count_next(in_order=self._window is not None)
         return self._logs
 
     @property
@@ -428,24 +412,16 @@ class AsyncEngine(Engine):
         steps = 1 if self._model.run_eagerly else -(-self._model.steps_per_execution // self._size)
         return steps if self._window is None else min(steps, max(1, self._window // self._size))
 
-    def _count_read(self, data: Pass) -> None:
-        jobs = [*data.under_way]
-        job = jobs[0] if self._window is not None else self._workers.first_done(jobs)
-        shard, done = data.under_way.pop(job).shard, self._count(job)
-        shard.has_ended = shard.has_ended or done.has_ended
-        data.done += done.steps
-
-    def _count_fed(self, left: int) -> None:
-        while len(self._fed) > left:
-            self._count(self._fed.popleft())
-
-    def _count(self, job: Job) -> Done:
+    def _count_next(self, in_order: bool) -> None:
+        """Waits until a call has ended, the first one that was begun if `in_order`, and counts its steps."""
+        job = next(iter(self._under_way)) if in_order else self._workers.first_done([*self._under_way])
+        data = self._under_way.pop(job)
         (output,) = self._results([job])
-        if isinstance(output, Done):
-            done = output
-        else:  # of one step: its outputs, 0 if there were no examples, `None` after the last batch
+        if not isinstance(output, Done):  # of one step: its outputs, 0 if there were no examples, `None` after the end
             is_step = isinstance(output, Outputs)
-            done = Done(int(is_step), output is None, output if is_step else None)
-        if done.outputs is not None:
-            self._logs = self._functions.count(self._kind, [done.outputs])
-        return done
+            output = Done(int(is_step), output is None, output if is_step else None)
+        if data is not None and job.batch is not None:
+            job.batch.shard.has_ended |= output.has_ended
+            data.done += output.steps
+        if output.outputs is not None:
+            self._logs = self._functions.count(self._kind, [output.outputs])

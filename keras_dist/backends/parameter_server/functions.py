@@ -196,12 +196,12 @@ class Functions:
     """What is traced for one built model, until something of it or of its optimizers changes."""
 
     def __init__(
-        self, model: keras.Model, backend: Coordinator, distributed: DistributedModel, is_exact: bool = False
+        self, model: keras.Model, backend: Coordinator, distributed: DistributedModel, is_exact: bool
     ) -> None:
         self._model = model
         self._backend = backend
         self._logs = distributed.logs
-        self.distributed = distributed
+        self._distributed = distributed
         self.is_exact = is_exact or distributed.exact
         self._metrics, self._weights = list(model.metrics_variables), len(model.trainable_variables)
         self._seeds = [generator.state for generator in keras_random.seed_generators(model)]
@@ -217,10 +217,6 @@ class Functions:
         self.apply = traced(self._apply)
         self._sums = traced(self._sums_of)
         self._count_metrics = traced(self._add_to_metrics)
-
-    def exact(self) -> Functions:
-        """Returns functions of the same model whose noise and statistics are those of the whole batch."""
-        return Functions(self._model, self._backend, self.distributed, True)
 
     def _given(self, seeds: Sequence[Any], metrics: Sequence[Any] | None = None) -> list[tuple[Any, Any]]:
         states = self.resets if metrics is None else metrics
@@ -287,16 +283,16 @@ class Functions:
 
     @contextlib.contextmanager
     def _in_step(self, step: Step, kind: str = "predict") -> Iterator[None]:
-        if (rows := self.distributed.first_rows.get(kind)) is not None:
+        if (rows := self._distributed.first_rows.get(kind)) is not None:
             rows.note_graph()
-        whole = whole_batch(self._backend, self.distributed.prepare_found, self._model, exact=self.is_exact)
-        with step_module.entered(step), whole, self.distributed.noting_draws(kind):
+        whole = whole_batch(self._backend, self._distributed.prepare_found, self._model, exact=self.is_exact)
+        with step_module.entered(step), whole, self._distributed.noting_draws(kind):
             yield
 
     def train_whole(self, data: Any, seeds: Sequence[Any], metrics: Sequence[Any] | None = None) -> Outputs:
         """A training step on a whole batch. What is trained is changed at once. Metrics start from these."""
         capture = Capture(self._given(seeds, metrics), frozenset(map(id, self._model.trainable_variables)))
-        found = keras_model.found_optimizers(self.distributed.prepare_found)
+        found = keras_model.found_optimizers(self._distributed.prepare_found)
         with found, capture, counted_by_share(self._backend, self._model), compiled_layers(self._model, is_chief=True):
             logs = self._logs_of("train", data)
         outputs = self._outputs(capture, logs)
@@ -321,13 +317,6 @@ class Functions:
             logs = self._logs_of("test", data)
         self._refuse_assigned(capture)
         return self._outputs(capture, logs)
-
-    def predict(self, data: Any, seeds: Sequence[Any]) -> Any:
-        capture = Capture(self._given(seeds))
-        with capture, compiled_layers(self._model, is_chief=True):
-            predictions = _untraced(self._model.predict_step)(data)
-        self._refuse_assigned(capture)
-        return predictions
 
     def _logs_of(self, kind: str, data: Any) -> Logs:
         """Runs a step. Returns its logs, except for those that the coordinator computes from the metrics."""

@@ -17,13 +17,12 @@ from keras_dist.backends.parameter_server.coordinator import (
     Coordinator,
     OnWorkers,
     Pass,
-    Passes,
     not_read_here,
     stood_for,
 )
-from keras_dist.backends.parameter_server.engine import AsyncEngine, Engine, SyncEngine, Tried
+from keras_dist.backends.parameter_server.engine import AsyncEngine, SyncEngine, Tried
 from keras_dist.backends.parameter_server.exchange import whole_of
-from keras_dist.backends.parameter_server.functions import Functions, prepare_optimizer
+from keras_dist.backends.parameter_server.functions import prepare_optimizer
 from keras_dist.compat import keras_fit, keras_model
 from keras_dist.compat.keras_model import attach
 from keras_dist.data import sources
@@ -51,7 +50,7 @@ class CoordinatorModel(ReplicaModel):
 
     def __init__(self, model: keras.Model, backend: Coordinator, options: Options) -> None:
         super().__init__(model, backend, options)
-        self._engine: Engine | None = None
+        self._engine: SyncEngine | None = None
         self._traced_for: Sequence[Any] = []
         self._is_settled = False  # two steps in a row found what the engine was made for
         self._depth = 0
@@ -109,7 +108,7 @@ class CoordinatorModel(ReplicaModel):
         if on_workers is not None:
             per_epoch, at_once = epoch_iterator.steps_per_epoch, epoch_iterator.steps_per_execution
             limit = per_epoch and -(-per_epoch // at_once) * at_once
-            keras_fit.set_dataset(epoch_iterator, Passes(on_workers, limit))
+            keras_fit.set_dataset(epoch_iterator, Pass(on_workers, limit))
         # At the end of an epoch Keras waits for all devices, and would meet the error of a worker that was lost.
         attach(epoch_iterator, "tf_sync", self._drain)
 
@@ -126,7 +125,7 @@ class CoordinatorModel(ReplicaModel):
             build_optimizer(optimizer, self._model.trainable_variables)
         self._prepare_optimizers()
 
-    def _ready_engine(self) -> Engine:
+    def _ready_engine(self) -> SyncEngine:
         """Returns the engine; a new one if what was traced no longer holds."""
         if self._engine is not None and self._is_settled and not self._model.run_eagerly:
             return self._engine
@@ -140,7 +139,7 @@ class CoordinatorModel(ReplicaModel):
         self._is_settled = self._engine is not None and is_same
         if self._engine is None or not is_same:
             engine = AsyncEngine if self._backend.mode == "async" else SyncEngine
-            self._engine = engine(model, self._backend, Functions(model, self._backend, self))
+            self._engine = engine(model, self._backend, self)
             self._traced_for = now
         return self._engine
 
