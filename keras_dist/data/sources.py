@@ -277,11 +277,6 @@ def group_batches(
     return receive_from_chief(packed, batch_spec(dataset), backend, replicas)
 
 
-def group_for_replicas(dataset: tf.data.Dataset, size: int, batches_per_epoch: int | None) -> tf.data.Dataset:
-    """Turns a dataset of the script's batches into a dataset of the shares of this process's replicas."""
-    return _groups(dataset, size, batches_per_epoch, lambda shares: Shares(tuple(shares)))
-
-
 def _groups(
     dataset: tf.data.Dataset, size: int, batches_per_epoch: int | None, function: Callable[[list[Share]], Any]
 ) -> tf.data.Dataset:

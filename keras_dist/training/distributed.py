@@ -263,7 +263,7 @@ class DistributedModel(Verified):
         self._check_strategy()
         for source in ("x", "validation_data"):
             refusals.refuse_bare_function(call.get(source))
-        grows = call.name == "fit" and self.options.batch == "per_replica"
+        grows = call.name == "fit" and self.options.batch == "per_replica" and self._backend.num_replicas > 1
         is_watched = sees_batches(call.get("callbacks"))
         _thread.is_of_script = True
         _running.append(call.name)

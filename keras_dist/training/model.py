@@ -280,16 +280,13 @@ class RankModel(DistributedModel):
         dataset, counted = keras_fit.distributed_dataset(epoch_iterator), epoch_iterator.data_adapter.num_batches
         if self._to_group is not None and dataset is self._to_group[0]:
             size, per_epoch = self._backend.num_replicas, epoch_iterator.steps_per_epoch
-            keras_fit.set_dataset(epoch_iterator, self._group_batches(*self._to_group, per_epoch))
+            keras_fit.set_dataset(epoch_iterator, sources.group_batches(*self._to_group, self._backend, per_epoch))
             keras_fit.set_steps(epoch_iterator, counted and sources.number_of_steps(counted, size, per_epoch))
             epoch_iterator.steps_per_epoch = per_epoch and sources.number_of_steps(per_epoch, size)
             self._to_group = None
         elif sources.is_sharded(dataset):
             steps = self._backend.all_gather_object("the number of steps", counted)
             keras_fit.set_steps(epoch_iterator, None if None in steps else max(steps))
-
-    def _group_batches(self, dataset: tf.data.Dataset, mode: str, per_epoch: int | None) -> tf.data.Dataset:
-        return sources.group_batches(dataset, mode, self._backend, per_epoch)
 
     def _run(self, function: Callable[..., Any], batch: Any) -> Any:
         self._has_run = True

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from keras_dist.backends.local.serial import Serial
 from keras_dist.compat import tf_data
 from keras_dist.data import pipeline, sources
 
@@ -241,7 +242,7 @@ def test_the_tuner_is_off_unless_the_script_asks_for_it(asked: bool | None) -> N
     if asked is not None:
         options.autotune.enabled = asked
         dataset = dataset.with_options(options)
-    for untuned in (tf_data.untuned(dataset), sources.group_for_replicas(dataset, 2, None)):
+    for untuned in (tf_data.untuned(dataset), sources.group_batches(dataset, "split", Serial(), None)):
         tuning = untuned.options().autotune
         assert tuning.enabled is bool(asked)
         assert tuning.initial_parallelism == (os.cpu_count() if asked is None else None)

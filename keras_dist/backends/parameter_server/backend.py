@@ -16,10 +16,10 @@ import tensorflow as tf
 
 from keras_dist.backends.parameter_server import logs
 from keras_dist.backends.parameter_server.cluster import COORDINATOR, SERVER, WORKER, cluster_of, connect, read, serve
-from keras_dist.backends.parameter_server.coordinator import Coordinator, OnWorkers
+from keras_dist.backends.parameter_server.coordinator import Coordinator
 from keras_dist.backends.parameter_server.functions import prepare_optimizer
 from keras_dist.backends.parameter_server.model import CoordinatorModel
-from keras_dist.backends.parameter_server.shards import INPUT_CONTEXT, Function
+from keras_dist.backends.parameter_server.shards import INPUT_CONTEXT, DatasetFunction, Function
 from keras_dist.backends.parameter_server.workers import Workers
 from keras_dist.comm.backend import Priority, join_seconds
 from keras_dist.data.shares import examples_of, shard_dataset
@@ -39,7 +39,9 @@ class CoordinatorLoop(ReplicaLoop):
 
     def _sharded(self, source: Function) -> Any:
         context = INPUT_CONTEXT.get()
-        return OnWorkers(source, self._backend) if context is None else source(context)
+        if context is not None:
+            return source(context)
+        return DatasetFunction(source, self._backend.workers.size, self._backend.num_replicas)
 
     def _split(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         context = INPUT_CONTEXT.get()

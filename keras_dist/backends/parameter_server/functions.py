@@ -165,29 +165,22 @@ def prepare_optimizer(optimizer: Any, backend: Coordinator) -> None:
 
 
 def _replace_apply(optimizer: Any, backend: Coordinator) -> None:
-    def build(variables: Any) -> None:
-        if not optimizer.built and variables is not None:  # a custom step with several optimizers, a custom loop
-            build_optimizer(optimizer, variables)
-
-    def built(grads: Any, trainable_variables: Any = None) -> Any:
-        build(trainable_variables)
-        return getattr(optimizer, _PLAIN_APPLY)(grads, trainable_variables)
-
-    attach(optimizer, "apply", built)
     is_sync = backend.mode == "sync"  # otherwise a step is on a whole batch
     if is_sync:
         distribute_optimizer(optimizer, backend, consistency_check_of(backend.topology.size))
-    unrecorded = optimizer.apply
+    unrecorded = optimizer.apply if is_sync else getattr(optimizer, _PLAIN_APPLY)
 
     def apply(grads: Any, trainable_variables: Any = None) -> Any:
+        variables = None if trainable_variables is None else list(trainable_variables)
         scope = keras_model.stateless_scope()
-        if isinstance(scope, Recorder):
-            variables = None if trainable_variables is None else list(trainable_variables)
-            build(variables)
+        is_recorded = isinstance(scope, Recorder)
+        if (is_recorded or not is_sync) and not optimizer.built and variables is not None:
+            build_optimizer(optimizer, variables)  # of a custom step with several optimizers
+        if is_recorded:
             return scope.record(optimizer, list(grads), variables)
         if not (is_sync or isinstance(scope, Capture) or step_module.current() is not None):
             raise outside_of_a_step(f"the update of the optimizer {optimizer.name!r}")  # the coordinator alone
-        return unrecorded(grads, trainable_variables)
+        return unrecorded(grads, variables)
 
     attach(optimizer, "apply", apply)
 

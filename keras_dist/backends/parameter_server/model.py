@@ -13,19 +13,13 @@ import keras
 import tensorflow as tf
 
 from keras_dist.backends.parameter_server.cluster import HERE
-from keras_dist.backends.parameter_server.coordinator import (
-    Coordinator,
-    OnWorkers,
-    Pass,
-    not_read_here,
-    stood_for,
-)
+from keras_dist.backends.parameter_server.coordinator import Coordinator
 from keras_dist.backends.parameter_server.engine import AsyncEngine, SyncEngine, Tried
 from keras_dist.backends.parameter_server.exchange import whole_of
 from keras_dist.backends.parameter_server.functions import prepare_optimizer
+from keras_dist.backends.parameter_server.shards import DatasetFunction, Pass, not_read_here, stood_for
 from keras_dist.compat import keras_fit, keras_model
 from keras_dist.compat.keras_model import attach
-from keras_dist.data import sources
 from keras_dist.data.shares import Shares
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
@@ -53,7 +47,6 @@ class CoordinatorModel(ReplicaModel):
         self._engine: SyncEngine | None = None
         self._traced_for: Sequence[Any] = []
         self._is_settled = False  # two steps in a row found what the engine was made for
-        self._depth = 0
         self._waits = False
 
     def _compile(self, call: Call) -> None:
@@ -81,15 +74,15 @@ class CoordinatorModel(ReplicaModel):
         with super()._running(call), keras_fit.epoch_iterators(self._exchange):
             for argument in ("x", "validation_data"):
                 given = call.get(argument)
-                if not isinstance(given, OnWorkers):
+                if not isinstance(given, DatasetFunction):
                     continue
                 if call.name not in ("fit", "evaluate"):
                     raise not_read_here(f"kd.shard(function) in model.{call.name}")
                 weights = call.get("class_weight") if argument == "x" else None
                 if weights is not None:
                     call.set("class_weight", None)
-                call.set(argument, given.weighted(weights).stand_in())  # a dataset that Keras knows
-            self._depth += 1
+                    given = given.weighted(weights)
+                call.set(argument, given.stand_in())  # a dataset that Keras knows
             self._waits = call.name == "train_on_batch"
             try:
                 yield
@@ -98,9 +91,7 @@ class CoordinatorModel(ReplicaModel):
                     self._engine.forget()
                 raise
             finally:
-                self._depth -= 1
-                if not self._depth:
-                    self._drain()
+                self._drain()
 
     def _exchange(self, epoch_iterator: Any) -> None:
         """Makes Keras iterate over the data that workers read, where it was given a stand-in."""
@@ -206,9 +197,6 @@ class CoordinatorModel(ReplicaModel):
 
     def _read(self, dataset: tf.data.Dataset, mode: str) -> tf.data.Dataset:
         return dataset
-
-    def _group_batches(self, dataset: tf.data.Dataset, mode: str, per_epoch: int | None) -> tf.data.Dataset:
-        return sources.group_for_replicas(dataset, self._backend.num_replicas, per_epoch)
 
     # --- Verification. With verify=True the engine asks for it: its steps are not run by Keras. ---
 

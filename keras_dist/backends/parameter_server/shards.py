@@ -13,20 +13,24 @@ import dataclasses
 import itertools
 import secrets
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import tensor_pb2
 
-from keras_dist.backends.parameter_server.exchange import Outputs, type_of
-from keras_dist.compat import tf_compat, tf_data
+from keras_dist.backends.parameter_server.cluster import first_devices
+from keras_dist.backends.parameter_server.exchange import NO_FINGERPRINT, Outputs, type_of
+from keras_dist.compat import keras_model, tf_compat, tf_data
+from keras_dist.compat.keras_model import attach
 from keras_dist.compat.keras_random import tensorflow_seed
-from keras_dist.data.shares import any_batch_size, row_count
+from keras_dist.data import sources
+from keras_dist.data.shares import Share, Shares, any_batch_size, row_count
 from keras_dist.errors import ConfigurationError, NotSupportedError
 from keras_dist.logging import logger
 
+_DATA = "_keras_dist_on_workers"  # attribute of a dataset
 Function = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 
 # The context of the dataset function that is being traced, `None` outside of one.
@@ -36,12 +40,17 @@ INPUT_CONTEXT: contextvars.ContextVar[tf.distribute.InputContext | None] = conte
 
 
 class DatasetFunction:
-    """A dataset function, traced for each of the workers. `replicas` of them share the batch of a step."""
+    """A dataset function, traced for each of the workers. `replicas` of them share the batch of a step.
+
+    `fit`, `evaluate` and `validation_data` take it for data that the workers read, or a custom loop.
+    """
 
     def __init__(self, function: Function, workers: int, replicas: int) -> None:
         # All shards draw the same random numbers, and the same ones again if a shard is read again.
         self._seed = secrets.randbelow(2**31) if tensorflow_seed() is None else None
-        self._function = function
+        self._function, self._workers, self._replicas = function, workers, replicas
+        self._epochs = 0
+        self._reader = ShardReader()  # of a custom loop
         self._specs: list[Any] = []
         contexts = [tf.distribute.InputContext(workers, index, replicas) for index in range(workers)]
         self.makers = [self._traced(context) for context in contexts]
@@ -81,6 +90,63 @@ class DatasetFunction:
     def dataset(self, worker: int) -> tf.data.Dataset:
         """Makes the dataset of a worker on the current device."""
         return tf.data.experimental.from_variant(self.makers[worker](), self.element_spec)
+
+    def __iter__(self) -> Iterator[Shares]:
+        """Yields the workers' next batches, as the shares of a step in a custom loop. They stay on the workers."""
+        shards, devices = self.shards(), first_devices(self._workers)
+        while open_shards := [shard for shard in shards if not shard.has_ended]:
+            batches = {shard.index: self._read(shard, devices[shard.index]) for shard in open_shards}
+            if total := sum(int(row_count(batch)) for batch in batches.values() if batch is not None):
+                yield Shares(tuple(self._share(batches.get(shard.index), total) for shard in shards))
+
+    def _read(self, shard: Shard, device: str) -> Any:
+        with tf.device(device):
+            batch = self._reader.run(shard.next_batch(), lambda data: data, ())
+        shard.has_ended = batch is None
+        return None if isinstance(batch, int) else batch
+
+    def _share(self, batch: Any, total: int) -> Share:
+        total = tf.constant(total)
+        if batch is None:
+            return sources.empty_share(self.element_spec)._replace(total=total)
+        return Share(batch, row_count(batch), total, tf.constant(NO_FINGERPRINT))
+
+    def shards(self) -> list[Shard]:
+        """Begins a pass over the data."""
+        self._epochs += 1
+        return [Shard(self, index, self._epochs - 1) for index in range(self._workers)]
+
+    def weighted(self, class_weight: dict[int, float]) -> DatasetFunction:
+        """Returns data whose examples have the weights of their classes."""
+
+        def function(context: tf.distribute.InputContext) -> tf.data.Dataset:
+            return keras_model.weighted(self._function(context), class_weight)
+
+        return DatasetFunction(function, self._workers, self._replicas)
+
+    def stand_in(self) -> tf.data.Dataset:
+        """Returns a dataset that Keras takes, until a `Pass` over these data replaces it."""
+        nothing = tf.data.Dataset.from_generator(_not_read, output_signature=tf.TensorSpec([None]))
+        attach(nothing, _DATA, self)
+        return nothing
+
+
+def _not_read() -> Iterator[Any]:
+    raise not_read_here()
+
+
+def not_read_here(received: str = "the batches of kd.shard(function), in `fit`") -> NotSupportedError:
+    """Returns the error for data that this process would have to read, though the workers do."""
+    return NotSupportedError(
+        "What workers read is for `fit`, `evaluate`, `validation_data` and `kd.run`; this process never sees it.",
+        received,
+        "Pass the dataset itself: then this process reads it for all workers.",
+    )
+
+
+def stood_for(dataset: Any) -> DatasetFunction | None:
+    """Returns the data that workers read for which this dataset stands, `None` if it is a dataset of its own."""
+    return getattr(dataset, _DATA, None)
 
 
 def _check_graph(maker: Any) -> None:
@@ -421,3 +487,67 @@ class _OpenShard:
             self._number += 1
             self._kept.pop(self._number - 1 - _KEPT, None)
         return self._kept[number]
+
+
+class Pass:
+    """Data that workers read, where Keras was given a stand-in; and one pass over them.
+
+    An epoch has `limit` steps, or lasts as long as there are data.
+    """
+
+    def __init__(self, source: DatasetFunction, limit: int | None) -> None:
+        self.element_spec = source.element_spec
+        self.reads: dict[ShardBatch, Any] = {}  # calls that read the batches of the next synchronous step
+        self.asked = 0  # asynchronous steps that Keras has asked for
+        self.done = 0  # those that were made
+        self._source, self._limit = source, limit
+        self._shards: Sequence[Shard] = ()
+        self._turn = 0
+
+    def __iter__(self) -> Pass:
+        begun = Pass(self._source, self._limit)
+        begun._shards = self._source.shards()
+        return begun
+
+    def __next__(self) -> Any:
+        raise not_read_here()  # the engine takes steps, not batches
+
+    def next_batches(self) -> list[ShardBatch]:
+        """Returns the next batch of each worker; raises `StopIteration` if all shards have ended."""
+        batches = [shard.next_batch() for shard in self._shards if not shard.has_ended]
+        if not batches:
+            raise StopIteration
+        return batches
+
+    def shares(self, counts: Sequence[int | None]) -> dict[int, Share]:
+        """Returns the batches that were read as the shares of a step, by replica, without empty ones.
+
+        `counts` are their examples, `None` after the end of a shard.
+        """
+        total, found = sum(count or 0 for count in counts), {}
+        for batch, count in zip(self.reads, counts, strict=True):
+            batch.shard.has_ended = count is None
+            if count:
+                found[batch.shard.index] = Share(batch, count, total, NO_FINGERPRINT)
+        self.reads = {}
+        return found
+
+    def next_batch(
+        self, most: int, ahead: int, window: int | None, under_way: Sequence[ShardBatch]
+    ) -> ShardBatch | None:
+        """Returns the batches of the next call; `None` if all shards have ended, or enough steps are under way.
+
+        `ahead` is how many calls on a shard may be under way, `window` how many steps may be; `None` for any number.
+        """
+        begun = sum(batch.count for batch in under_way)
+        if window is not None:
+            most = min(most, window - begun)
+        if self._limit is not None:  # a step that Keras doesn't ask for must not be made
+            most = min(most, self._limit - self.done % self._limit - begun)
+        reading = [batch.shard for batch in under_way]
+        for offset in range(len(self._shards) if most > 0 else 0):
+            shard = self._shards[(self._turn + offset) % len(self._shards)]
+            if not shard.has_ended and reading.count(shard) < ahead:
+                self._turn += offset + 1
+                return shard.next_batch(most)
+        return None

@@ -145,7 +145,7 @@ class TPUModel(DistributedModel):
             if keras_fit.distributed_dataset(epoch_iterator) is self._asked_for:
                 self._asked_for = None
                 kind = self._kinds.pop(0) if len(self._kinds) > 1 else self._kinds[0]
-                grows = self._groups_next and self._replicas > 1 and kind == "train"
+                grows = self._groups_next and kind == "train"
                 if grows:
                     step.make_fewer_steps(epoch_iterator, self._replicas)
                 if kind == "train" and may_choose:
