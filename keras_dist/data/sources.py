@@ -35,7 +35,7 @@ _CHARACTERS = [bytes([byte]) for byte in range(256)]
 def pack(tensors: Sequence[Any]) -> Any:
     """Returns tensors as one uint8 tensor of shape `(n,)`: their shapes as int64, then their contents."""
     shapes = [tf.shape(tensor, out_type=tf.int64) for tensor in tensors]
-    parts = [_to_bytes(part) for pair in zip(shapes, tensors, strict=True) for part in pair]
+    parts = [to_bytes(part) for pair in zip(shapes, tensors, strict=True) for part in pair]
     return tf.concat(parts, 0)
 
 
@@ -43,8 +43,8 @@ def unpack(payload: Any, specs: Sequence[tf.TensorSpec]) -> list[Any]:
     """Returns the tensors that `pack` converted. Their specifications have known ranks."""
     tensors = []
     for spec in specs:
-        shape, payload = _from_bytes(payload, tf.constant([spec.shape.rank], tf.int64), tf.int64)
-        tensor, payload = _from_bytes(payload, shape, spec.dtype)
+        shape, payload = from_bytes(payload, tf.constant([spec.shape.rank], tf.int64), tf.int64)
+        tensor, payload = from_bytes(payload, shape, spec.dtype)
         tensor.set_shape(spec.shape)
         tensors.append(tensor)
     return tensors
@@ -62,21 +62,22 @@ def strings_of(lengths: Any, characters: Any) -> Any:
     return tf.strings.reduce_join(by_string, axis=-1)
 
 
-def _to_bytes(tensor: Any) -> Any:
+def to_bytes(tensor: Any) -> Any:
+    """Returns the bits of a tensor as a uint8 tensor of one axis, without its shape."""
     flat = tf.reshape(tensor, [-1])
     if flat.dtype == tf.string:
         lengths, characters = characters_of(flat)
-        return tf.concat([_to_bytes(lengths), characters], 0)
+        return tf.concat([to_bytes(lengths), characters], 0)
     if flat.dtype == tf.bool:
         return tf.cast(flat, tf.uint8)
     return tf.reshape(tf.bitcast(flat, tf.uint8), [-1])
 
 
-def _from_bytes(payload: Any, shape: Any, dtype: tf.DType) -> tuple[Any, Any]:
+def from_bytes(payload: Any, shape: Any, dtype: tf.DType) -> tuple[Any, Any]:
     """Returns the first tensor of a payload, and the rest."""
     count = tf.reduce_prod(shape)
     if dtype == tf.string:
-        lengths, payload = _from_bytes(payload, count[None], tf.int64)
+        lengths, payload = from_bytes(payload, count[None], tf.int64)
         length = tf.reduce_sum(lengths)
         return tf.reshape(strings_of(lengths, payload[:length]), shape), payload[length:]
     length = count * dtype.size

@@ -27,6 +27,7 @@ from keras_dist.comm.processes import Collectives, ProcessBackend
 from keras_dist.comm.replicas import ReplicaBackend
 from keras_dist.comm.watchdog import Watchdog, bypass_proxies, listens, only_for_its_network
 from keras_dist.compat import tf_compat
+from keras_dist.data.sources import from_bytes, to_bytes
 from keras_dist.environment import Launch, Topology
 from keras_dist.errors import ConfigurationError, check_choice
 from keras_dist.logging import logger
@@ -39,7 +40,7 @@ _SUM_AS = {
     tf.bfloat16: tf.float32, tf.int8: tf.int32, tf.uint8: tf.int32, tf.int16: tf.int32, tf.uint16: tf.int32,
     tf.uint32: tf.int64, tf.uint64: tf.int64,
 }  # fmt: skip
-_WORD = 4  # the bytes of an int32, the type in which bits are sent
+_WORD = 4  # the bytes of an int32, a word: the type in which bits are sent
 
 
 class TensorFlowCollectives(Collectives):
@@ -62,12 +63,13 @@ class TensorFlowCollectives(Collectives):
         with tf.device("CPU:0"):
             rows, row_shape = tf.shape(tensor)[0], tf.shape(tensor)[1:]
             all_rows = self._gather(rows[None], _key(name, "rows"))
-            row_length = tf.reduce_prod(row_shape)
-            length = _padded_length(_word_count(tf.reduce_max(all_rows) * row_length, tensor.dtype))
-            words = _pad(_to_words(tensor), length)
+            numbers = all_rows * tf.reduce_prod(row_shape)
+            length = _padded_length(_words(tf.reduce_max(numbers) * tensor.dtype.size))
+            words = _as_words(tensor, length)
             all_words = self._gather(words[None, :], _key_of_length(_key(name), length))
             parts = [
-                _from_words(all_words[rank], tensor.dtype, all_rows[rank] * row_length) for rank in range(self._size)
+                from_bytes(_bytes_of(all_words[rank]), numbers[rank : rank + 1], tensor.dtype)[0]
+                for rank in range(self._size)
             ]
             gathered = tf.reshape(tf.concat(parts, 0), tf.concat([[tf.reduce_sum(all_rows)], row_shape], 0))
         gathered.set_shape(tf.TensorShape([None]).concatenate(tensor.shape[1:]))  # whose rank may be unknown
@@ -76,12 +78,11 @@ class TensorFlowCollectives(Collectives):
     def scatter(self, payload: Any, lengths: Any, name: str) -> Any:
         with tf.device("CPU:0"):
             lengths = self._from_chief(lengths, f"{name}_lengths")
-            total, rank = tf.reduce_sum(lengths), self._topology.rank
-            length = _padded_length(_word_count(total, tf.uint8))
-            words = _to_words(payload) if self._topology.is_chief else tf.zeros([0], tf.int32)
-            words = self._reduce(_pad(words, length), _key_of_length(_key(name), length))
+            rank, length = self._topology.rank, _padded_length(_words(tf.reduce_sum(lengths)))
+            words = _as_words(payload, length) if self._topology.is_chief else tf.zeros([length], tf.int32)
+            words = self._reduce(words, _key_of_length(_key(name), length))
             start = tf.reduce_sum(lengths[:rank])
-            return _from_words(words, tf.uint8, total)[start : start + lengths[rank]]
+            return _bytes_of(words)[start : start + lengths[rank]]
 
     def all_reduce_exact(self, numbers: Any, name: str) -> Any:
         numbers = tf.convert_to_tensor(numbers)
@@ -96,10 +97,8 @@ class TensorFlowCollectives(Collectives):
             on_gpu = self._on_gpu and tensors[members[0]].dtype.is_floating
             with tf.device("GPU:0" if on_gpu else "CPU:0"):
                 flat = [tf.reshape(tensors[index], [-1]) for index in members]
-                total = self._sum(flat[0] if len(flat) == 1 else tf.concat(flat, 0), f"{name}_{number}", on_gpu)
-                lengths = [tf.size(part) if part.shape[0] is None else part.shape[0] for part in flat]
-                parts = [total] if len(flat) == 1 else tf.split(total, lengths)
-                for index, part in zip(members, parts, strict=True):
+                total = self._sum(tf.concat(flat, 0), f"{name}_{number}", on_gpu)
+                for index, part in zip(members, tf.split(total, [tf.size(part) for part in flat]), strict=True):
                     results[index] = tf.reshape(part, tf.shape(tensors[index]))
                     results[index].set_shape(tensors[index].shape)
         return results
@@ -181,36 +180,18 @@ def _buffers(tensors: Sequence[Any]) -> list[list[int]]:
     return list(buffers.values())
 
 
-# --- Words: the bits of any type as int32 ---
+def _words(length: Any) -> Any:
+    """Returns how many words hold so many bytes."""
+    return (length + _WORD - 1) // _WORD
 
 
-def _word_count(count: Any, dtype: tf.DType) -> Any:
-    """Returns how many words hold `count` elements."""
-    size = 1 if dtype == tf.bool else dtype.size
-    return count * (size // _WORD) if size % _WORD == 0 else (count * size + _WORD - 1) // _WORD
+def _as_words(tensor: Any, length: Any) -> Any:
+    """Returns the bits of a tensor as so many words."""
+    return tf.bitcast(tf.reshape(_pad(to_bytes(tensor), length * _WORD), [-1, _WORD]), tf.int32)
 
 
-def _to_words(tensor: Any) -> Any:
-    """Returns the bits of a tensor as words."""
-    flat = tf.reshape(tensor, [-1])
-    if flat.dtype == tf.bool:
-        flat = tf.cast(flat, tf.uint8)
-    if flat.dtype.size % _WORD == 0:
-        return tf.reshape(tf.bitcast(flat, tf.int32), [-1])
-    raw = tf.reshape(tf.bitcast(flat, tf.uint8), [-1])
-    raw = tf.pad(raw, [[0, -tf.size(raw) % _WORD]])
-    return tf.bitcast(tf.reshape(raw, [-1, _WORD]), tf.int32)
-
-
-def _from_words(words: Any, dtype: tf.DType, count: Any) -> Any:
-    """Returns the first `count` elements of the tensor that `_to_words` has converted, as one axis."""
-    words = words[: _word_count(count, dtype)]
-    if dtype == tf.bool:
-        return tf.cast(_from_words(words, tf.uint8, count), tf.bool)
-    if dtype.size % _WORD == 0:
-        return tf.bitcast(words if dtype.size == _WORD else tf.reshape(words, [-1, dtype.size // _WORD]), dtype)
-    raw = tf.reshape(tf.bitcast(words, tf.uint8), [-1])[: count * dtype.size]
-    return raw if dtype == tf.uint8 else tf.bitcast(tf.reshape(raw, [-1, dtype.size]) if dtype.size > 1 else raw, dtype)
+def _bytes_of(words: Any) -> Any:
+    return tf.reshape(tf.bitcast(words, tf.uint8), [-1])
 
 
 _WAIT_SECONDS = 600.0  # the same as for Horovod's stall inspector

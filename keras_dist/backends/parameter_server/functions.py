@@ -25,14 +25,6 @@ from keras_dist.step import optimizer as optimizers
 from keras_dist.step import step as step_module
 from keras_dist.step.gathering import place
 from keras_dist.step.metrics import counted_by_share
-from keras_dist.step.optimizer import (
-    add_rows,
-    build_optimizer,
-    distribute_optimizer,
-    outside_of_a_step,
-    parts_of,
-    variables_of,
-)
 from keras_dist.step.step import Step, consistency_check_of
 from keras_dist.step.whole_batch import compiled_layers, whole_batch
 from keras_dist.training.distributed import DistributedModel
@@ -66,7 +58,7 @@ class Capture(keras.StatelessScope):
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
         optimizer, backing = keras_model.applying(), keras_model.backing(variable)
-        parts = () if optimizer is None else parts_of(optimizer)
+        parts = () if optimizer is None else optimizers.parts_of(optimizer)
         if any(variable is getattr(part, keras_model.STEP_COUNTER) for part in parts):
             backing.assign_add(tf.ones([], backing.dtype))
         elif optimizer is not None or id(variable) in self._direct:
@@ -124,7 +116,7 @@ class Recorder(Capture):
                     "Assign it after `apply`, or use kd.ParameterServer(mode='async').",
                 )
         constant = optimizers.variable_of(optimizer)
-        changed = [*targets, *variables_of(optimizer)]
+        changed = [*targets, *optimizers.variables_of(optimizer)]
         self._changed.update({id(variable): variable for variable in changed if variable is not constant})
         if self._index == len(self._before):
             self.phase.applied.append((optimizer, gradients, variables))
@@ -167,7 +159,7 @@ def prepare_optimizer(optimizer: Any, backend: Coordinator) -> None:
 def _replace_apply(optimizer: Any, backend: Coordinator) -> None:
     is_sync = backend.mode == "sync"  # otherwise a step is on a whole batch
     if is_sync:
-        distribute_optimizer(optimizer, backend, consistency_check_of(backend.topology.size))
+        optimizers.distribute_optimizer(optimizer, backend, consistency_check_of(backend.topology.size))
     unrecorded = optimizer.apply if is_sync else getattr(optimizer, _PLAIN_APPLY)
 
     def apply(grads: Any, trainable_variables: Any = None) -> Any:
@@ -175,11 +167,11 @@ def _replace_apply(optimizer: Any, backend: Coordinator) -> None:
         scope = keras_model.stateless_scope()
         is_recorded = isinstance(scope, Recorder)
         if (is_recorded or not is_sync) and not optimizer.built and variables is not None:
-            build_optimizer(optimizer, variables)  # of a custom step with several optimizers
+            optimizers.build_optimizer(optimizer, variables)  # of a custom step with several optimizers
         if is_recorded:
             return scope.record(optimizer, list(grads), variables)
-        if not (is_sync or isinstance(scope, Capture) or step_module.current() is not None):
-            raise outside_of_a_step(f"the update of the optimizer {optimizer.name!r}")  # the coordinator alone
+        if not (is_sync or isinstance(scope, Capture) or step_module.current() is not None):  # the coordinator alone
+            raise optimizers.outside_of_a_step(f"the update of the optimizer {optimizer.name!r}")
         return unrecorded(grads, variables)
 
     attach(optimizer, "apply", apply)
@@ -383,7 +375,7 @@ class Functions:
             of_call = []
             for parts, own, variable in zip(shares, traced, updated_variables(optimizer, given), strict=True):
                 with tf.device(device_of(variable)):
-                    of_call.append(add_rows(_sum(parts), len(parts), own))
+                    of_call.append(optimizers.add_rows(_sum(parts), len(parts), own))
             sums.append(of_call)
         return sums
 
@@ -391,7 +383,7 @@ class Functions:
         """Returns what a phase applies, as `Step.applied`, before it does."""
         applied = self._phases[phase].applied
         for optimizer, _, given in applied:
-            announce_assignments([*updated_variables(optimizer, given), *variables_of(optimizer)])
+            announce_assignments([*updated_variables(optimizer, given), *optimizers.variables_of(optimizer)])
         announce_assignments(self._statistics)
         sums = self._sums(phase, gradients)
         return [(optimizer, total, given) for (optimizer, _, given), total in zip(applied, sums, strict=True)]
