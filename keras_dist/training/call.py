@@ -39,10 +39,6 @@ class Call:
     def is_given(self, name: str) -> bool:
         return name in self._given()
 
-    def takes(self, name: str) -> bool:
-        parameters = inspect.signature(self.function).parameters
-        return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
     def change(self, name: str, change: Callable[[Any], Any]) -> None:
         """Replaces an argument by `change(argument)`."""
         if name in self._positional[: len(self.args)]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from keras_dist.backends.tpu import step
 from keras_dist.backends.tpu.step import Even, Filled
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, keras_model, keras_random, keras_strategy, tf_compat
-from keras_dist.compat.keras_model import attach
+from keras_dist.compat.keras_model import attach, attached
 from keras_dist.compat.keras_strategy import like
 from keras_dist.data.shares import row_count
 from keras_dist.errors import NotSupportedError
@@ -30,9 +31,6 @@ from keras_dist.training.distributed import DistributedModel
 from keras_dist.training.options import Executions, Options
 from keras_dist.training.own_code import as_tensors
 
-# The steps of a call, in the order of its datasets; the last kind is that of all that follow.
-_KINDS = {"fit": ("train", "test"), "evaluate": ("test",), "predict": ("predict",)}
-
 
 class TPUModel(DistributedModel):
     """A model whose steps run on the replicas of TPUStrategy."""
@@ -44,7 +42,7 @@ class TPUModel(DistributedModel):
         self._strategy = strategy
         self._parts: Callable[[Any], Any] = strategy.experimental_local_results
         self._replicas = backend.num_replicas
-        self._kinds: list[str] = []
+        self._kinds: Iterator[str] = iter(())  # of the steps on the datasets of a call, in their order
         self._asked_for: Any = None
         self._lengths: dict[str, int] = {}
         self._why_not_filled: str | None = None
@@ -52,23 +50,19 @@ class TPUModel(DistributedModel):
         _advise_on_precision(keras.config.dtype_policy().name)
 
     def _compile(self, call: Call) -> None:
-        """Keeps Keras from compiling a part of the step with XLA: TPUStrategy compiles the whole step."""
-        asked, is_given = call.get("jit_compile"), call.is_given("steps_per_execution")
-        if call.takes("jit_compile"):
-            call.set("jit_compile", False)
         with self.scope():
             call()
-        self._executions.compiled(is_given)
-        self._note_jit(asked)
+        self._executions.compiled(call.is_given("steps_per_execution"))
+        self._turn_jit_off()
         self._prepare_optimizers()
 
     def attach(self) -> None:
         if getattr(self._model, "compiled", False):
-            self._note_jit(self._model.jit_compile)
+            self._turn_jit_off()
         super().attach()
 
-    def _note_jit(self, asked: Any) -> None:
-        if asked is True:
+    def _turn_jit_off(self) -> None:
+        if self._model.jit_compile is True:
             logger().warning("jit_compile=True is off on a TPU: TPUStrategy compiles the whole step.")
         self._model.jit_compile = False
 
@@ -88,17 +82,9 @@ class TPUModel(DistributedModel):
         with super()._running(call), self.scope(), contextlib.ExitStack() as stack:
             if call.name in ("evaluate", "predict"):
                 stack.enter_context(self._executions.of(self._executions.asked))
-            if call.name in _KINDS:
+            if call.name in ("fit", "evaluate", "predict"):
                 stack.enter_context(self._preparing(call, stack))
             yield
-
-    def _choose_executions(self, call: Call, epoch_iterator: Any, stack: contextlib.ExitStack) -> None:
-        """Puts several steps of `fit` into one execution. By now the number of steps of an epoch is known."""
-        exactly = (epoch_iterator.steps_per_epoch, call.get("validation_steps"))
-        number = options.number_of(epoch_iterator.data_adapter.num_batches, exactly)
-        epoch_iterator.steps_per_execution = number
-        stack.enter_context(self._executions.of(number))
-        options.report(number)
 
     def _make_function(self, kind: str, call: Call) -> None:
         name = f"{kind}_function"
@@ -137,29 +123,32 @@ class TPUModel(DistributedModel):
     @contextlib.contextmanager
     def _preparing(self, call: Call, stack: contextlib.ExitStack) -> Iterator[None]:
         """Cuts each dataset that Keras iterates over into shares, in this context."""
-        outer, self._kinds = self._kinds, list(_KINDS[call.name])
+        first, others = ["train"] if call.name == "fit" else [], "predict" if call.name == "predict" else "test"
         may_choose = self._executions.may_choose and not options.act_between_batches(call.get("callbacks"))
 
         def prepare(epoch_iterator: Any) -> None:
             # A callback may evaluate this model or train another one, so several contexts may be entered.
-            if keras_fit.distributed_dataset(epoch_iterator) is self._asked_for:
-                self._asked_for = None
-                kind = self._kinds.pop(0) if len(self._kinds) > 1 else self._kinds[0]
-                grows = self._groups_next and kind == "train"
-                if grows:
-                    step.make_fewer_steps(epoch_iterator, self._replicas)
-                if kind == "train" and may_choose:
-                    self._choose_executions(call, epoch_iterator, stack)
-                self._prepare(epoch_iterator, kind, self._replicas if grows else 1)
+            if keras_fit.distributed_dataset(epoch_iterator) is not self._asked_for:
+                return
+            self._asked_for, kind = None, next(self._kinds)
+            grows = self._groups_next and kind == "train"
+            if grows:
+                step.make_fewer_steps(epoch_iterator, self._replicas)
+            if kind == "train" and may_choose:  # by now the number of steps of an epoch is known
+                exactly = (epoch_iterator.steps_per_epoch, call.get("validation_steps"))
+                number = options.number_of(epoch_iterator.data_adapter.num_batches, exactly)
+                epoch_iterator.steps_per_execution = number
+                stack.enter_context(self._executions.of(number))
+                options.report(number)
+            self._prepare(epoch_iterator, kind, self._replicas if grows else 1)
 
-        try:
-            with keras_fit.epoch_iterators(prepare):
+        kinds = itertools.chain(first, itertools.repeat(others))
+        with attached(self, "_kinds", kinds), keras_fit.epoch_iterators(prepare):
+            try:
                 yield
-        except tf.errors.InvalidArgumentError as error:
-            step.refuse(error, self._why_not_filled)
-            raise
-        finally:
-            self._kinds = outer
+            except tf.errors.InvalidArgumentError as error:
+                step.refuse(error, self._why_not_filled)
+                raise
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> Any:
         """Returns the dataset unchanged. `_prepare` follows and has more of what Keras knows about it."""
@@ -236,15 +225,13 @@ class TPUModel(DistributedModel):
         def replica(share: Any) -> Any:
             # Copies: a step's own graph shows what depends on them, see `whole_batch.py`.
             share = tf.nest.map_structure(lambda leaf: tf.identity(leaf) if tf.is_tensor(leaf) else leaf, share)
-            if kind is None and (self.exact or self._replicas > 1):
-                with step_module.entered(step.step_on(share, self._replicas)):
-                    outputs = function(share.batch)
-            elif kind is None or not counts:
-                outputs = function(share.batch)
-            else:
+            if kind is not None and counts:
                 outputs, applied = self._run_counted(function, share, kind)
-                if applied:
-                    traced[:] = applied
+                traced[:] = applied or []
+            else:
+                current = step.step_on(share, self._replicas) if kind is None else None
+                with step_module.entered(current):
+                    outputs = function(share.batch)
             return outputs, share.rows if is_filled else (), step.gradients_of(traced)
 
         batch = tf.nest.map_structure(lambda leaf: self._with_length(leaf, kind or "predict"), batch)
@@ -264,8 +251,7 @@ class TPUModel(DistributedModel):
             self._applied += step.with_gradients(traced, gradients, self._strategy)
         if kind is not None:
             return tf.nest.map_structure(lambda leaf: self._parts(leaf)[0], outputs)
-        real = tf.concat(self._parts(rows), 0) > 0 if is_filled else None
-        return tf.nest.map_structure(lambda leaf: self._together(leaf, real), outputs)
+        return self._together(outputs, rows if is_filled else None)
 
     def _run_counted(self, function: Callable[..., Any], share: Even | Filled, kind: str) -> tuple[Any, Any]:
         """Runs a step that counts real rows only, in the context of a replica. Also returns `Step.applied`."""
@@ -312,8 +298,7 @@ class TPUModel(DistributedModel):
         return tf.add_n([row_count(part) for part in self._parts(first)])
 
     def whole(self, batch: Any) -> Any:
-        real = tf.concat(self._parts(batch.rows), 0) > 0 if isinstance(batch, Filled) else None
-        return tf.nest.map_structure(lambda leaf: self._together(leaf, real), batch.batch)
+        return self._together(batch.batch, batch.rows if isinstance(batch, Filled) else None)
 
     def plain(self, function: Callable[..., Any], whole: Any) -> Any:
         with tf_compat.strategy_hidden(), keras_strategy.updates_outside_of_replicas():
@@ -327,13 +312,17 @@ class TPUModel(DistributedModel):
         parts = [tf.ensure_shape(part, [self._lengths[kind], *part.shape[1:]]) for part in parts]
         return parts[0] if tf.is_tensor(leaf) else tf_compat.per_replica(parts)
 
-    def _together(self, leaf: Any, real: Any) -> Any:
+    def _together(self, outputs: Any, is_real: Any) -> Any:
         """Returns the rows of all shares. How many is known when the step runs, as it is in one process."""
-        if leaf is None:
-            return None
-        rows = tf.concat(self._parts(leaf), 0)
-        rows = rows if real is None else tf.boolean_mask(rows, real)
-        return tf.compat.v1.placeholder_with_default(rows, tf.TensorShape([None]).concatenate(rows.shape[1:]))
+
+        def of_all(leaf: Any) -> Any:
+            if leaf is None:
+                return None
+            rows = tf.concat(self._parts(leaf), 0)
+            rows = rows if is_real is None else tf.boolean_mask(rows, tf.concat(self._parts(is_real), 0) > 0)
+            return tf.compat.v1.placeholder_with_default(rows, tf.TensorShape([None]).concatenate(rows.shape[1:]))
+
+        return tf.nest.map_structure(of_all, outputs)
 
 
 def prepare_optimizer(optimizer: Any, backend: Backend) -> None:
