@@ -189,7 +189,7 @@ def test_what_would_count_rows_that_fill_up(make: Any, options: Any, received: s
 
 
 def batches(dataset: tf.data.Dataset, size: int, replicas: int) -> list[tuple[list[int], list[float], int]]:
-    shares = tpu_data.shares(tpu_data.filled(dataset, size, replicas), replicas, 0, 1)
+    shares = tpu_data.shares(tpu_data.checked(dataset, size, replicas), replicas, 0, 1)
     return [(x.numpy().tolist(), rows.numpy().tolist(), int(totals[0])) for x, rows, totals in shares]
 
 
@@ -203,7 +203,7 @@ def test_shares_are_filled_up() -> None:
 
 
 def test_hosts_of_a_pod_take_their_own_shares() -> None:
-    even = tpu_data.even(tf.data.Dataset.range(8).batch(8), 8)
+    even = tpu_data.checked(tf.data.Dataset.range(8).batch(8), 8)
     hosts = [[x.numpy().tolist() for (x,) in tpu_data.shares(even, 4, host, 2)] for host in (0, 1)]
     assert hosts == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
 

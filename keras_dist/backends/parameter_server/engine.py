@@ -23,6 +23,7 @@ from keras_dist.data.shares import Share, any_batch_size, row_count
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
 from keras_dist.training.distributed import DistributedModel
+from keras_dist.training.own_code import as_tensors
 
 AHEAD = 2  # calls for each worker that wait or run, so that none is idle
 
@@ -88,7 +89,7 @@ class SyncEngine:
             if not batch.shares:  # there are predictions too, of no rows
                 batch = batch._replace(shares={0: exchange.cut(given, self._size)[0]})
             outputs += self.predict_on(batch)
-        return exchange.concatenated_all(outputs)
+        return outputs[0] if len(outputs) == 1 else tf.nest.map_structure(exchange.concatenated, *outputs)
 
     def drain(self) -> None:
         """Waits for the training steps that are under way, and counts them. Synchronous ones are done already."""
@@ -178,7 +179,7 @@ class SyncEngine:
         datas = [share.data for share in batch.shares.values()]
         if batch.data is None:
             return datas
-        return self._results([self._submit(_same, data, (), batch.spec) for data in datas])
+        return self._results([self._submit(as_tensors, data, (), batch.spec) for data in datas])  # as they are
 
     def _next_batch(self, iterator: Any) -> Batch:
         spec = tf.nest.map_structure(any_batch_size, spec_of(iterator))
@@ -299,15 +300,7 @@ class SyncEngine:
         return self._workers.submit(Job(self._traced[key], args if batch else (data, *args), batch))
 
     def _results(self, jobs: Sequence[Job]) -> list[Any]:
-        results = []
-        for job in jobs:
-            sent = self._workers.result(job)
-            results.append(sent if job.function is None else job.function.results(sent))
-        return results
-
-
-def _same(data: Any) -> Any:
-    return data
+        return [self._workers.result(job) for job in jobs]
 
 
 def _spec_of_any_size(data: Any) -> Any:
@@ -317,32 +310,29 @@ def _spec_of_any_size(data: Any) -> Any:
 class AsyncEngine(SyncEngine):
     """In training each worker takes a whole batch and doesn't wait for the others; and in evaluations of a `Pass`."""
 
-    def __init__(
-        self, model: keras.Model, backend: Coordinator, distributed: DistributedModel, exact: bool = False
-    ) -> None:
-        super().__init__(model, backend, distributed, exact)
+    def __init__(self, model: keras.Model, backend: Coordinator, distributed: DistributedModel) -> None:
+        super().__init__(model, backend, distributed)
         bound = backend.options()["max_staleness"]
         # Of a window of w steps in a row, each sees at most 2 (w - 1) others: those begun before, and those after.
         self._window = None if bound is None else bound // 2 + 1
         self._journals = backend.variable_devices()[0]
         self._begun = 0
-        self._under_way: dict[Job, Pass | None] = {}  # what makes steps, first to last, and on what the workers read
-        self._kind = "train"  # of these steps: "train" or "test"
+        # What makes steps, first to last: "train" or "test", and what the workers read.
+        self._under_way: dict[Job, tuple[str, Pass | None]] = {}
         self._logs: Logs = {}
 
     def _train_step(self, iterator: Any) -> Logs:
         """Begins a step, and counts those that are done. On a `Pass` it waits until one is."""
         if isinstance(iterator, Pass):
             return self._step_of_any_worker("train", iterator, self._functions.train_whole, self._next_seeds)
-        self._begin_kind("train")
         batch, spec = without_optionals(next(iterator)), spec_of(iterator)
         most = AHEAD * self._size if self._window is None else min(self._window, AHEAD * self._size)
         while len(self._under_way) >= most:
-            self._count_next(in_order=True)
+            self._count_next()
         (seeds,) = self._next_seeds(1)
-        self._under_way[self._submit(self._functions.train_whole, batch, (seeds,), spec)] = None
+        self._under_way[self._submit(self._functions.train_whole, batch, (seeds,), spec)] = "train", None
         while self._under_way and next(iter(self._under_way)).done:
-            self._count_next(in_order=True)
+            self._count_next()
         return self._logs or self._model.get_metrics_result()
 
     def _test_step(self, data: Any) -> Logs:
@@ -353,7 +343,7 @@ class AsyncEngine(SyncEngine):
 
     def drain(self) -> None:
         while self._under_way:
-            self._count_next(in_order=True)
+            self._count_next()
 
     def last_logs(self, logs: Any) -> Any:
         self.drain()
@@ -383,27 +373,21 @@ class AsyncEngine(SyncEngine):
         args = (tf.nest.map_structure(lambda *states: tf.stack(states), *seeds),)
         return self._workers.submit(Job(steps, (next(steps.calls), args), batch))
 
-    def _begin_kind(self, kind: str) -> None:
-        if kind != self._kind:
-            self.drain()
-            self._kind = kind
-
     def _step_of_any_worker(
         self, kind: str, data: Pass, function: Any, next_seeds: Callable[[int], list[Any]]
     ) -> Logs:
         """Begins calls as long as there is room for them, and waits until another step is done."""
-        self._begin_kind(kind)
         data.asked += 1
         while data.done < data.asked:
             begun = [job.batch for job in self._under_way if job.batch is not None]
             while (batch := data.next_batch(self._most, AHEAD, self._window, begun)) is not None:
                 job = self._begin(function, batch, next_seeds(batch.count), data.element_spec)
-                self._under_way[job] = data
+                self._under_way[job] = kind, data
                 begun.append(batch)
             if not begun:
                 data.asked = data.done
                 raise StopIteration
-            self._count_next(in_order=self._window is not None)
+            self._count_next()
         return self._logs
 
     @property
@@ -412,10 +396,11 @@ class AsyncEngine(SyncEngine):
         steps = 1 if self._model.run_eagerly else -(-self._model.steps_per_execution // self._size)
         return steps if self._window is None else min(steps, max(1, self._window // self._size))
 
-    def _count_next(self, in_order: bool) -> None:
-        """Waits until a call has ended, the first one that was begun if `in_order`, and counts its steps."""
-        job = next(iter(self._under_way)) if in_order else self._workers.first_done([*self._under_way])
-        data = self._under_way.pop(job)
+    def _count_next(self) -> None:
+        """Waits until a call has ended, the first one if staleness is bounded, and counts its steps."""
+        jobs = [*self._under_way]
+        job = jobs[0] if self._window is not None else self._workers.first_done(jobs)
+        kind, data = self._under_way.pop(job)
         (output,) = self._results([job])
         if not isinstance(output, Done):  # of one step: its outputs, 0 if there were no examples, `None` after the end
             is_step = isinstance(output, Outputs)
@@ -424,4 +409,4 @@ class AsyncEngine(SyncEngine):
             job.batch.shard.has_ended |= output.has_ended
             data.done += output.steps
         if output.outputs is not None:
-            self._logs = self._functions.count(self._kind, [output.outputs])
+            self._logs = self._functions.count(kind, [output.outputs])

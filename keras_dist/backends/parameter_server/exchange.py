@@ -61,10 +61,6 @@ def concatenated(*parts: Any) -> Any:
     return tf.concat([check_shapes(tf.stack([tf.shape(part)[1:] for part in parts]), parts[0]), *parts[1:]], 0)
 
 
-def concatenated_all(outputs: Sequence[Any]) -> Any:
-    return outputs[0] if len(outputs) == 1 else tf.nest.map_structure(concatenated, *outputs)
-
-
 Logs = dict[str, Any]
 
 

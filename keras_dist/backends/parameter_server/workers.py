@@ -77,7 +77,7 @@ class Job:
     runs: int = 0  # how often
     view: int = 0  # of the cluster, when it was started
     done: bool = False
-    value: Any = None  # what the function returned, see `RemoteFunction.results`
+    value: Any = None  # what the function returned
     error: BaseException | None = None
 
 
@@ -147,7 +147,7 @@ class Workers:
         if job.error is not None:
             self.forget()
             raise job.error
-        return job.value
+        return job.value if job.function is None else job.function.results(job.value)
 
     def forget(self) -> None:
         """Drops the functions that no worker has begun."""

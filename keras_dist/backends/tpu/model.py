@@ -173,15 +173,14 @@ class TPUModel(DistributedModel):
             keras_model.attach(self._model, f"{kind}_function", None)  # traced for another length
         self._lengths[kind] = length
         replicas, self._why_not_filled = self._replicas, None
-        if are_full and size % replicas == 0:
-            batches = step.even(dataset, size)
-        elif (reason := step.why_not_filled(self._model, kind)) is None:
-            batches = step.filled(dataset, size, replicas)
-        elif size % replicas or (are_full is False and epoch_iterator.steps_per_epoch is None):
-            raise step.not_filled(reason)
-        else:  # a smaller batch is refused when it comes
-            self._why_not_filled = reason
-            batches = step.even(dataset, size)
+        is_filled = False
+        if size % replicas or not are_full:
+            reason = step.why_not_filled(self._model, kind)
+            is_filled = reason is None
+            if reason and (size % replicas or (are_full is False and epoch_iterator.steps_per_epoch is None)):
+                raise step.not_filled(reason)
+            self._why_not_filled = reason  # a smaller batch is refused when it comes
+        batches = step.checked(dataset, size, replicas if is_filled else None)
 
         def of_host(context: tf.distribute.InputContext) -> tf.data.Dataset:
             return step.shares(batches, replicas, context.input_pipeline_id, context.num_input_pipelines)

@@ -47,28 +47,28 @@ class Filled(NamedTuple):
     totals: Any  # the number of real rows in the whole batch, once for each row, so that each replica gets it
 
 
-def even(dataset: tf.data.Dataset, size: int) -> tf.data.Dataset:
-    """Returns a dataset of `Even` batches, which raises at a batch of another size."""
+def checked(dataset: tf.data.Dataset, size: int, filled_for: int | None = None) -> tf.data.Dataset:
+    """Returns a dataset of `Even` batches of `size` examples, or of up to so many, `Filled` up for some replicas.
 
-    def same(batch: Any) -> Even:
-        with tf.control_dependencies([_check(tf.equal, batch, size)]):
+    It raises at a batch of another size. The shares are those of other backends.
+    """
+
+    def checked(batch: Any) -> Even | Filled:
+        lengths, count = lengths_of(batch), row_count(batch)
+        have_same_length = tf.debugging.Assert(all_equal(lengths), [_LENGTHS, *lengths])
+        with tf.control_dependencies([have_same_length]):
+            is_right = count == size if filled_for is None else count <= size
+            has_size = tf.debugging.Assert(is_right, [_REFUSED, count, "examples, of", size])
+        with tf.control_dependencies([has_size]):
+            if filled_for is not None:
+                return _filled(batch, size, filled_for)
             return Even(_map(lambda leaf: tf.ensure_shape(tf.identity(leaf), [size, *leaf.shape[1:]]), batch))
 
-    return map_elements(dataset, same)
+    return map_elements(dataset, checked)
 
 
-def filled(dataset: tf.data.Dataset, size: int, replicas: int) -> tf.data.Dataset:
-    """Returns a dataset of `Filled` batches of up to `size` examples, with the shares of other backends."""
-
-    def fill(batch: Any) -> Filled:
-        with tf.control_dependencies([_check(tf.less_equal, batch, size)]):
-            return _filled(batch, -(-size // replicas), replicas)
-
-    return map_elements(dataset, fill)
-
-
-def _filled(batch: Any, share: int, replicas: int) -> Filled:
-    total = row_count(batch)
+def _filled(batch: Any, size: int, replicas: int) -> Filled:
+    total, share = row_count(batch), -(-size // replicas)
     start, stop = share_bounds(total, tf.range(replicas)[:, None], replicas)
     index = start + tf.range(share)[None]
     is_real = tf.reshape(index < stop, [-1])
@@ -76,8 +76,7 @@ def _filled(batch: Any, share: int, replicas: int) -> Filled:
     index = tf.reshape(tf.minimum(index, total - 1), [-1])
     rows = share * replicas
     shared = _map(lambda leaf: tf.ensure_shape(tf.gather(leaf, index), [rows, *leaf.shape[1:]]), batch)
-    totals = tf.repeat(total, rows)
-    return Filled(shared, tf.cast(is_real, tf.float32), tf.ensure_shape(totals, [rows]))
+    return Filled(shared, tf.cast(is_real, tf.float32), tf.fill([rows], total))
 
 
 def split(batch: Any, replicas: int) -> Even | Filled:
@@ -85,7 +84,7 @@ def split(batch: Any, replicas: int) -> Even | Filled:
     size, lengths = size_of(batch), lengths_of(batch)
     if all_equal(lengths) is not True:
         raise different_lengths(lengths)
-    whole: Even | Filled = Even(batch) if size % replicas == 0 else _filled(batch, -(-size // replicas), replicas)
+    whole: Even | Filled = Even(batch) if size % replicas == 0 else _filled(batch, size, replicas)
     return _map(lambda leaf: tf_compat.per_replica(tf.split(leaf, replicas)), whole)
 
 
@@ -109,14 +108,8 @@ def _map(function: Any, batch: Any) -> Any:
     return tf.nest.map_structure(lambda leaf: function(leaf) if tf.is_tensor(leaf) else leaf, batch)
 
 
-def _check(is_right: Any, batch: Any, size: int) -> Any:
-    lengths, count = lengths_of(batch), row_count(batch)
-    with tf.control_dependencies([tf.debugging.Assert(all_equal(lengths), [_LENGTHS, *lengths])]):
-        return tf.debugging.Assert(is_right(count, size), [_REFUSED, count, "examples, of", size])
-
-
 def refuse(error: Exception, why_not_filled: str | None) -> None:
-    """Raises `NotSupportedError` if a pipeline of `even` or `filled` has refused a batch."""
+    """Raises `NotSupportedError` if a pipeline of `checked` has refused a batch."""
     words = str(error)
     if _LENGTHS in words:
         raise different_lengths(words[words.index(_LENGTHS) + len(_LENGTHS) :].split("\n")[0]) from error
@@ -134,7 +127,7 @@ def different_lengths(received: Any) -> NotSupportedError:
 
 
 def shares(dataset: tf.data.Dataset, replicas: int, pipeline: int, pipelines: int) -> tf.data.Dataset:
-    """Cuts each batch of `even` or `filled` into shares, for the `replicas` on host `pipeline` of `pipelines`."""
+    """Cuts each batch of `checked` into shares, for the `replicas` on host `pipeline` of `pipelines`."""
     own = replicas // pipelines
 
     def cut(leaf: Any) -> Any:
@@ -231,21 +224,17 @@ def counting(
 
 
 def gradients_of(applied: list[Any]) -> list[Any]:
-    """Returns the gradients in `Step.applied`, dense: a replica returns tensors only."""
-    return [
-        [tf.convert_to_tensor(gradient) for gradient in gradients if gradient is not None]
-        for _, gradients, _ in applied
-    ]
+    """Returns the gradients in `Step.applied`, dense, and `()` for `None`: a replica returns tensors only."""
+    return [[() if own is None else tf.convert_to_tensor(own) for own in gradients] for _, gradients, _ in applied]
 
 
 def with_gradients(applied: list[Any], of_cores: list[Any], strategy: tf.distribute.Strategy) -> list[Any]:
     """Returns `Step.applied` with the gradients that the first core has returned."""
     values = tf.nest.map_structure(lambda leaf: strategy.experimental_local_results(leaf)[0], of_cores)
-    filled = []
-    for (optimizer, gradients, variables), present in zip(applied, values, strict=True):
-        leaves = iter(present)
-        filled.append((optimizer, [None if own is None else next(leaves) for own in gradients], variables))
-    return filled
+    return [
+        (optimizer, [None if isinstance(gradient, tuple) else gradient for gradient in gradients], variables)
+        for (optimizer, _, variables), gradients in zip(applied, values, strict=True)
+    ]
 
 
 def step_on(element: Even | Filled, replicas: int) -> Step:
@@ -345,7 +334,7 @@ class CoreLoop(RankLoop):
         if size % self._cores or are_full is False:
             last = ", and a smaller one at the end" if are_full is False else ""
             raise not_filled(f"kd.shard of batches of {size} examples{last}, on {self._cores} core(s)")
-        return even(dataset, size).map(lambda element: element.batch)
+        return checked(dataset, size).map(lambda element: element.batch)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """See `kd.run`. Returns the cores' outputs as `tf.distribute.DistributedValues`, for `kd.reduce`."""
