@@ -76,9 +76,9 @@ class Phase:
 
     # Optimizers, the gradients that they are given, and for which variables.
     applied: list[tuple[Any, Sequence[Any], Sequence[Any] | None]] = dataclasses.field(default_factory=list)
-    # Variables that this phase has read and that its gradients change: later phases need the old values.
-    kept: list[Any] = dataclasses.field(default_factory=list)
-    is_last: bool = True
+    # Variables that this phase has read and that its gradients change: later phases need the old values. `None` of the
+    # last phase.
+    kept: list[Any] | None = None
 
 
 class Recorder(Capture):
@@ -96,7 +96,7 @@ class Recorder(Capture):
         self._before = [
             {
                 id(variable): tf_compat.temporary_variable(value, variable.trainable)
-                for variable, value in zip(phase.kept, kept, strict=True)
+                for variable, value in zip(phase.kept or (), kept, strict=True)
             }
             for phase, kept in zip(phases, values, strict=True)
         ]
@@ -125,7 +125,6 @@ class Recorder(Capture):
         """Returns the value of a variable before this step changed it."""
         if id(variable) in self._changed:
             if self._index == len(self._before):
-                self.phase.is_last = False
                 self.phase.kept = [changed for key, changed in self._changed.items() if key in self._read]
             self._index += 1
             self._changed = {}
@@ -199,6 +198,8 @@ class Functions:
         self._whole: set[int] = set()  # ids of those that were assigned what the whole batch gives
         in_graph = functools.partial(tf.function, autograph=False, reduce_retracing=True)
         traced = _untraced if model.run_eagerly else in_graph
+        self.test_share = functools.partial(self._look_on_share, "test")
+        self.predict_share = functools.partial(self._look_on_share, "predict")
         self.apply = traced(self._apply)
         self._sums = traced(self._sums_of)
         self._count_metrics = traced(self._add_to_metrics)
@@ -238,18 +239,10 @@ class Functions:
             gradients.append([beside(*pair) for pair in zip(weighed, variables, strict=True)])
         return outputs._replace(statistics=statistics, gradients=gradients, told=step.told)
 
-    def test_share(self, data: Any, position: Any, seeds: Sequence[Any], known: Known) -> Outputs:
+    def _look_on_share(self, kind: str, data: Any, position: Any, seeds: Sequence[Any], known: Known) -> Outputs:
         step = self._step_on(data, position, known)
-        with self._in_step(step, "test"):
-            return self._test(step.data, seeds)._replace(told=step.told)
-
-    def predict_share(self, data: Any, position: Any, seeds: Sequence[Any], known: Known) -> Outputs:
-        """A prediction on a share of a batch; its logs are the predictions."""
-        step, capture = self._step_on(data, position, known), Capture(self._given(seeds))
-        with self._in_step(step), capture:
-            predictions = _untraced(self._model.predict_step)(step.data)
-        self._refuse_assigned(capture)
-        return self._outputs(capture, predictions)._replace(told=step.told)
+        with self._in_step(step, kind):
+            return self._look_on(kind, step.data, seeds)._replace(told=step.told)
 
     def _step_on(self, data: Any, position: Any, known: Known) -> ShareStep:
         """Returns the step on a share.
@@ -267,7 +260,7 @@ class Functions:
         return step
 
     @contextlib.contextmanager
-    def _in_step(self, step: Step, kind: str = "predict") -> Iterator[None]:
+    def _in_step(self, step: Step, kind: str) -> Iterator[None]:
         if (rows := self._distributed.first_rows.get(kind)) is not None:
             rows.note_graph()
         whole = whole_batch(self._backend, self._distributed.prepare_found, self._model, exact=self.is_exact)
@@ -294,13 +287,20 @@ class Functions:
         """An evaluation step on a whole batch. Metrics start from these."""
         counted = counted_by_share(self._backend, self._model)  # the states of several batches are summed too
         with step_module.entered(None), counted, compiled_layers(self._model, is_chief=True):
-            return self._test(data, seeds, metrics)
+            return self._look_on("test", data, seeds, metrics)
 
-    def _test(self, data: Any, seeds: Sequence[Any], metrics: Sequence[Any] | None = None) -> Outputs:
+    def _look_on(self, kind: str, data: Any, seeds: Sequence[Any], metrics: Sequence[Any] | None = None) -> Outputs:
+        """A step that changes nothing: an evaluation, or a prediction, whose logs are the predictions."""
         capture = Capture(self._given(seeds, metrics))
         with capture:
-            logs = self._logs_of("test", data)
-        self._refuse_assigned(capture)
+            logs = _untraced(self._model.predict_step)(data) if kind == "predict" else self._logs_of(kind, data)
+        if assigned := self._assigned(capture):
+            raise NotSupportedError(
+                "With parameter servers a layer can't change its state in `evaluate` and `predict`: each worker has "
+                "another batch.",
+                ", ".join(repr(variable.path) for variable in assigned[:3]),
+                "Assign it only if `training` is true. Or use another backend: horovod, multi_worker, mirrored.",
+            )
         return self._outputs(capture, logs)
 
     def _logs_of(self, kind: str, data: Any) -> Logs:
@@ -333,22 +333,12 @@ class Functions:
         known = {id(variable) for variable in (*self._metrics, *self._seeds)}
         return [variable for key, variable in capture.updated.items() if key not in known]
 
-    def _refuse_assigned(self, capture: Capture) -> None:
-        if assigned := self._assigned(capture):
-            raise NotSupportedError(
-                "With parameter servers a layer can't change its state in `evaluate` and `predict`: each worker has "
-                "another batch.",
-                ", ".join(repr(variable.path) for variable in assigned[:3]),
-                "Assign it only if `training` is true. Or use another backend: horovod, multi_worker, mirrored.",
-            )
-
     # --- On the coordinator and the servers ---
 
     def kept(self, phase: int) -> list[Any] | None:
         """Returns the values that the step needs again when it is run after this phase; `None` if it ends with it."""
-        if self._phases[phase].is_last:
-            return None
-        return [keras_model.backing(variable).read_value() for variable in self._phases[phase].kept]
+        variables = self._phases[phase].kept
+        return None if variables is None else [keras_model.backing(variable).read_value() for variable in variables]
 
     def _apply(self, phase: int, gradients: Sequence[Any], statistics: Sequence[Any]) -> None:
         """Applies the sums of the shares' gradients, and assigns the means of their statistics.
