@@ -148,23 +148,20 @@ class Coordinator(ReplicaBackend):
     # --- What a step calls ---
 
     def all_gather(self, tensor: Any, name: str) -> Any:
-        step = _share_step()
-        return super().all_gather(tensor, name) if step is None else step.all_gather(tensor, name)
+        return _meeting(super()).all_gather(tensor, name)
 
     def all_reduce_exact(self, numbers: Any, name: str) -> Any:
-        step = _share_step()
-        return super().all_reduce_exact(numbers, name) if step is None else step.all_reduce_exact(numbers, name)
+        return _meeting(super()).all_reduce_exact(numbers, name)
 
     def all_reduce(self, gradients: Sequence[Any], row: Any, name: str) -> tuple[list[Any], Any]:
-        if (step := _share_step()) is None:
-            return super().all_reduce(gradients, row, name)
-        return [step.all_reduce(gradient, name) for gradient in gradients], row[None, :]
+        results: tuple[list[Any], Any] = _meeting(super()).all_reduce(gradients, row, name)
+        return results
 
     def translate(self, error: BaseException) -> BaseException:
         return self.workers.translate(error)
 
 
-def _share_step() -> ShareStep | None:
-    """Returns the step of `fit` that is being traced or run, `None` in a custom loop."""
+def _meeting(replicas: Any) -> Any:
+    """Returns where shares meet: in the step of `fit` that is being traced or run, in a custom loop as `replicas`."""
     step = step_module.current()
-    return step if isinstance(step, ShareStep) else None
+    return step if isinstance(step, ShareStep) else replicas

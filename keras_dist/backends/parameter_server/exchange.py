@@ -124,12 +124,16 @@ class ShareStep(Step):
     def all_reduce_exact(self, numbers: Any, name: str) -> Any:
         return tf.reduce_sum(self.all_gather(numbers[None], name), 0)
 
-    def all_reduce(self, gradient: Any, name: str) -> Any:
-        """Returns the sum of the shares' gradients; the rows of all of them if it is sparse."""
-        if not isinstance(gradient, tf.IndexedSlices):
-            return self.all_reduce_exact(gradient, name)
-        values, indices = self.all_gather(gradient.values, name), self.all_gather(gradient.indices, name)
-        return tf.IndexedSlices(values, indices, gradient.dense_shape)
+    def all_reduce(self, gradients: Sequence[Any], row: Any, name: str) -> tuple[list[Any], Any]:
+        """See `Backend`. Of sparse gradients the rows of all shares are gathered."""
+        results = []
+        for gradient in gradients:
+            if isinstance(gradient, tf.IndexedSlices):
+                values, indices = self.all_gather(gradient.values, name), self.all_gather(gradient.indices, name)
+                results.append(tf.IndexedSlices(values, indices, gradient.dense_shape))
+            else:
+                results.append(self.all_reduce_exact(gradient, name))
+        return results, row[None, :]
 
     def weigh_once(self, gradients: Sequence[Any], is_loss_weighted: bool) -> list[Any]:
         """Weights gradients, as `weigh_gradients`. Rows of all shares, of `kd.all_reduce`, come from one share only."""

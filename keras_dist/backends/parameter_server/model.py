@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -137,14 +136,15 @@ class CoordinatorModel(ReplicaModel):
     def _make_function(self, kind: str, call: Call) -> None:
         self._is_settled = False
         self._refuse_own_function(f"{kind}_function")
-        function: Callable[[Any], Any] = functools.partial(self._run_steps, kind)
-        if kind == "train" or self.exact:  # else each worker evaluates whole batches, as plain Keras does
-            function = self._with_check(kind, self._noted(function))
-        attach(self._model, f"{kind}_function", function)
 
-    def _run_steps(self, kind: str, iterator: Any) -> Any:
-        engine = self._ready_engine()
-        return engine.train(iterator, self._waits) if kind == "train" else engine.test(iterator)
+        def function(iterator: Any) -> Any:
+            engine = self._ready_engine()
+            return engine.train(iterator, self._waits) if kind == "train" else engine.test(iterator)
+
+        # Unless they are exact, each worker evaluates whole batches, as plain Keras does.
+        is_on_shares = kind == "train" or self.exact
+        checked = self._with_check(kind, self._noted(function)) if is_on_shares else function
+        attach(self._model, f"{kind}_function", checked)
 
     def _count_end_of_data(self, iterator: Any) -> None:
         if not isinstance(iterator, Pass):  # of what workers read, only they know the length
