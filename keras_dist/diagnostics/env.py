@@ -152,7 +152,7 @@ def print_probed() -> None:
 
 
 def _horovod() -> dict[str, Any] | None:
-    from keras_dist.backends.horovod.runtime import load
+    from keras_dist.backends.horovod.backend import load
 
     if importlib.util.find_spec("horovod") is None:
         return None
