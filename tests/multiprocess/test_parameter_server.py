@@ -24,7 +24,7 @@ import pytest
 import tensorflow as tf
 
 import keras_dist as kd
-from keras_dist.backends.parameter_server import logs
+from keras_dist.backends.parameter_server.cluster import Log, log_of
 from keras_dist.backends.parameter_server.engine import SyncEngine
 from keras_dist.backends.parameter_server.exchange import Outputs
 from keras_dist.backends.parameter_server.shards import DatasetFunction
@@ -423,10 +423,10 @@ def test_notebooks_train_on_a_standing_cluster(
 
 
 def test_a_log_is_read_once_and_then_that_of_its_successor(tmp_path: Path) -> None:
-    path = logs.log_of(str(tmp_path / "cluster.json"), "worker 0")
+    path = log_of(str(tmp_path / "cluster.json"), "worker 0")
     assert path == tmp_path / "cluster.worker-0.log"
     path.write_text("of another notebook\n")
-    log = logs.Log("worker 0", path)
+    log = Log("worker 0", path)
     assert log.new_lines() == []
     with path.open("a") as file:
         for text, expected in (("one\ntw", ["one"]), ("", []), ("o\n", ["two"]), ("last words", [])):

@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 
-from keras_dist.backends.tpu import connect
+from keras_dist.backends.tpu import backend as tpu_backend
 from keras_dist.backends.tpu import place as tpu_place
 from keras_dist.backends.tpu.place import TPUAddress
 from keras_dist.errors import ConfigurationError
@@ -200,7 +200,7 @@ def workers(resolver: Any) -> dict[str, list[str]]:
 
 def test_a_name_is_looked_up_in_the_project_of_this_machine(metadata: list[str]) -> None:
     api = api_of()
-    assert workers(connect.resolve(POD, api)) == {"worker": ["10.0.0.1:8470", "10.0.0.2:8470"]}
+    assert workers(tpu_backend.resolve(POD, api)) == {"worker": ["10.0.0.1:8470", "10.0.0.2:8470"]}
     get, name = api.projects().locations().nodes().get, "projects/my-project/locations/us-central2-b/nodes/my-tpu"
     assert {str(call) for call in get.call_args_list if call != mock.call()} == {str(mock.call(name=name))}
     assert sorted(metadata) == sorted(ANSWERS)
@@ -208,8 +208,8 @@ def test_a_name_is_looked_up_in_the_project_of_this_machine(metadata: list[str])
 
 def test_addresses_and_local_ask_nobody(metadata: list[str]) -> None:
     addresses = TPUAddress("addresses", "grpc://10.0.0.2:8470,grpc://10.0.0.3:8470", "")
-    assert workers(connect.resolve(addresses)) == {"worker": ["10.0.0.2:8470", "10.0.0.3:8470"]}
-    assert workers(connect.resolve(TPUAddress("local", "local", ""))) == {}
+    assert workers(tpu_backend.resolve(addresses)) == {"worker": ["10.0.0.2:8470", "10.0.0.3:8470"]}
+    assert workers(tpu_backend.resolve(TPUAddress("local", "local", ""))) == {}
     assert metadata == []
 
 
@@ -225,7 +225,7 @@ def test_addresses_and_local_ask_nobody(metadata: list[str]) -> None:
 )  # fmt: skip
 def test_a_tpu_that_is_not_found(metadata: list[str], api: Any, words: list[str]) -> None:
     with pytest.raises(ConfigurationError) as raised:
-        connect.resolve(POD, api)
+        tpu_backend.resolve(POD, api)
     assert [word for word in words if word not in str(raised.value)] == []
 
 
@@ -233,4 +233,4 @@ def test_no_metadata_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GCE_METADATA_HOST", "127.0.0.1:1")
     expected = r"metadata server.* can't be reached.\n.*refused.*\nRemedy:.*kd.TPU\('grpc://"
     with pytest.raises(ConfigurationError, match=expected):
-        connect.resolve(POD, api_of())
+        tpu_backend.resolve(POD, api_of())

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import keras
 import tensorflow as tf
 
-from keras_dist.backends.parameter_server import logs
-from keras_dist.backends.parameter_server.cluster import COORDINATOR, SERVER, WORKER, cluster_of, connect, read, serve
+from keras_dist.backends.parameter_server import cluster as tasks
+from keras_dist.backends.parameter_server.cluster import COORDINATOR, SERVER, WORKER
 from keras_dist.backends.parameter_server.coordinator import Coordinator
 from keras_dist.backends.parameter_server.functions import prepare_optimizer
 from keras_dist.backends.parameter_server.model import CoordinatorModel
@@ -129,9 +129,9 @@ class ParameterServer(Coordinator):
         seconds = join_seconds()
         path = self._options["cluster"]
         if path is not None:
-            job, index, cluster = COORDINATOR, 0, read(path)
+            job, index, cluster = COORDINATOR, 0, tasks.read(path)
         elif launch is not None and launch.jobs.get(SERVER):
-            job, index, cluster = *launch.task, cluster_of(launch.jobs, launch.launcher)
+            job, index, cluster = *launch.task, tasks.cluster_of(launch.jobs, launch.launcher)
         else:
             raise ConfigurationError(
                 "The backend 'parameter_server' needs a cluster of workers and servers.",
@@ -140,10 +140,10 @@ class ParameterServer(Coordinator):
                 "or name a standing cluster: kd.ParameterServer(cluster='cluster.json').",
             )
         if job in (WORKER, SERVER):
-            serve(cluster, job, index, seconds)
-        connect(cluster, seconds)
+            tasks.serve(cluster, job, index, seconds)
+        tasks.connect(cluster, seconds)
         if path is not None:
-            logs.show(path, cluster.others())
+            tasks.show_logs(path, cluster.others())
         self._lead(cluster, Workers(cluster, seconds, self._options["hang_seconds"]))
 
     def distribute(self, target: keras.Model | keras.optimizers.Optimizer, options: Options) -> None:

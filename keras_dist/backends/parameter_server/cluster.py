@@ -1,14 +1,18 @@
-"""The tasks of a cluster: their addresses, which of them are lost, and how processes join.
+"""The tasks of a cluster: their addresses, which of them are lost, how processes join, and their logs.
 
 Workers and servers serve until the coordinator has gone; the coordinator connects.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import dataclasses
 import json
 import os
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,11 +21,11 @@ from typing import Any, NoReturn
 import tensorflow as tf
 
 from keras_dist import environment
-from keras_dist.backends.parameter_server import logs
 from keras_dist.comm import watchdog
 from keras_dist.comm.watchdog import answers, listens, only_for_its_network
 from keras_dist.compat import tf_compat
 from keras_dist.errors import ConfigurationError, PeerLostError
+from keras_dist.logging import announce
 
 COORDINATOR, WORKER, SERVER = "chief", "worker", "ps"
 _EXAMPLE = '{"chief": ["127.0.0.1:2222"], "worker": ["127.0.0.1:2223"], "ps": ["127.0.0.1:2224"]}'
@@ -171,7 +175,7 @@ def serve(cluster: Cluster, job: str, index: int, seconds: float) -> NoReturn:
 
 def serve_task(path: str, job: str, index: str) -> NoReturn:
     """Serves the next coordinator of a standing cluster: the whole program of one of its processes."""
-    logs.keep(logs.log_of(path, name_of(job, int(index))))
+    keep_log(log_of(path, name_of(job, int(index))))
     serve(read(path), job, int(index), float("inf"))
 
 
@@ -258,3 +262,84 @@ def _have_gone(missing: Mapping[str, str]) -> PeerLostError:
         _listed(missing),
         "Look at its output, and start all again.",
     )
+
+
+# --- The logs of a standing cluster: each process keeps its own; the coordinator, usually a notebook, shows them ---
+
+_READ_SECONDS = 0.2
+_END_SECONDS = 2.0
+_STDOUT, _STDERR = 1, 2
+
+
+def log_of(path: str, name: str) -> Path:
+    """Returns the log of a process, beside the file with the addresses of its cluster."""
+    return Path(path).resolve().with_suffix(f".{name.replace(' ', '-')}.log")
+
+
+def keep_log(log: Path) -> None:
+    """Writes what this process prints into its log, too. Another process does, so that its last words are not lost."""
+    with contextlib.suppress(OSError):  # there is no `tee`, or the log belongs to somebody else
+        log.unlink(missing_ok=True)  # not emptied: who still reads it is to see that another one takes its place
+        tee = subprocess.Popen(["tee", log], stdin=subprocess.PIPE, stdout=_STDERR)
+        if tee.stdin is not None:  # for the type checker
+            for descriptor in (_STDOUT, _STDERR):
+                os.dup2(tee.stdin.fileno(), descriptor)
+            tee.stdin.close()
+
+
+def show_logs(path: str, tasks: Mapping[str, str]) -> None:
+    """Shows from now on what the processes of a cluster print, as far as their logs are on this machine.
+
+    `tasks` are their addresses by name, which begins each line.
+    """
+    logs, elsewhere = [], []
+    for name, address in tasks.items():
+        try:
+            logs.append(Log(name, log_of(path, name)))
+        except OSError:
+            elsewhere.append(f"{log_of(path, name).name} on {address.rpartition(':')[0]}")
+    if elsewhere:
+        announce(f"keras_dist: these logs are not on this machine, so they are not shown: {', '.join(elsewhere)}")
+    has_ended = threading.Event()
+
+    def follow() -> None:
+        is_last = False
+        while not is_last:
+            is_last = has_ended.wait(_READ_SECONDS)
+            if lines := [line for log in logs for line in log.new_lines()]:
+                with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+                    sys.stderr.write("".join(lines))
+                    sys.stderr.flush()
+
+    thread = threading.Thread(target=follow, name="keras_dist-logs", daemon=True)
+    thread.start()
+
+    @atexit.register
+    def end() -> None:
+        has_ended.set()
+        thread.join(_END_SECONDS)
+
+
+class Log:
+    """The lines that come into a log from now on, and into the one of a process that takes this one's place."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        self._name, self._path = name, path
+        self._file = path.open("rb")
+        self._file.seek(0, os.SEEK_END)
+        self._rest = b""
+
+    def new_lines(self) -> list[str]:
+        successor = None
+        with contextlib.suppress(OSError):  # there is none at this moment
+            if not os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
+                successor = self._path.open("rb")
+        text = self._rest + self._file.read()
+        if successor is not None:
+            self._file.close()
+            self._file = successor
+            if text and not text.endswith(b"\n"):
+                text += b"\n"
+            text += successor.read()
+        *lines, self._rest = text.split(b"\n")
+        return [f"[{self._name}] {line.decode(errors='replace')}\n" for line in lines]
