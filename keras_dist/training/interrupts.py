@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from keras_dist.comm.backend import Backend, Rendezvous
-from keras_dist.compat.keras_model import attached
 from keras_dist.environment import Topology
 from keras_dist.logging import logger
 
@@ -36,40 +35,72 @@ _CLOSE = b"\0"  # not the number of a signal
 @functools.cache
 def interrupts_of(backend: Backend) -> Interrupts:
     """Returns the interrupts of this process, which count the steps of all its models."""
-    store = backend.rendezvous
-    return Interrupts() if store is None else SharedInterrupts(backend.topology, store)
+    return Interrupts(backend.topology, backend.rendezvous)
 
 
 class Interrupts:
-    """Of one process, or of ranks that can't communicate outside their collectives (MPI). Ctrl-C is Python's own."""
+    """Lets the signals wait for a step after which all ranks can stop.
 
-    def __init__(self) -> None:
+    Without a store this process is alone, or its ranks can't communicate outside their collectives (MPI): then it waits
+    for nobody, and Ctrl-C is Python's own.
+    """
+
+    def __init__(self, topology: Topology, store: Rendezvous | None) -> None:
+        self._topology = topology
+        self._store: Any = store
+        self._step = 0  # the current step, counted over all calls of `fit`; the same on all ranks
+        self._checks = 0  # how often it was asked whether to end; the same on all ranks
+        self._stops = 0
+        self._is_interrupted = False
+        self._received = 0
+        self._is_terminable = False
         self._is_terminated = False
         self._terminated_at: float | None = None
+        self._is_receiving = False
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
         """Lets the first Ctrl-C wait for the end of a step. The second one raises `KeyboardInterrupt` at once."""
-        yield
+        if self._store is None or not _is_handled_by(signal.SIGINT, signal.default_int_handler):
+            yield
+            return
+        with self._receiving():
+            handler = signal.signal(signal.SIGINT, self._interrupt)
+            try:
+                yield
+            finally:
+                signal.signal(signal.SIGINT, handler)
+            if self._is_interrupted:  # there was no further step
+                raise KeyboardInterrupt
 
     def before_step(self) -> None:
         """Raises `KeyboardInterrupt` if all ranks stop here. Call it before each step of `fit`."""
+        self._step += 1
+        if self._is_interrupted and self._step > (latest := self._latest(signal.SIGINT)):
+            logger().debug("stopped by Ctrl-C, %s", "as all ranks are" if latest else "though not all ranks are")
+            raise KeyboardInterrupt
+
+    def _interrupt(self, signum: int, frame: object) -> None:
+        self._is_interrupted = True
+        self._received += 1
+        if self._received > 1:
+            raise KeyboardInterrupt
 
     @contextlib.contextmanager
     def terminable(self) -> Iterator[None]:
         """Lets the first SIGTERM wait for the end of a step. A later one ends the process at once."""
-        handled = _is_handled_by(signal.SIGTERM, signal.SIG_DFL)
-        with self._handling_term() if handled else contextlib.nullcontext():
+        if not _is_handled_by(signal.SIGTERM, signal.SIG_DFL):
             yield
-
-    @contextlib.contextmanager
-    def _handling_term(self) -> Iterator[None]:
-        signal.signal(signal.SIGTERM, self._terminate)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            self._is_terminated, self._terminated_at = False, None
+            return
+        with self._receiving():
+            signal.signal(signal.SIGTERM, self._terminate)
+            self._is_terminable = True
+            try:
+                yield
+            finally:
+                self._is_terminable = False
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                self._is_terminated, self._terminated_at = False, None
 
     def _terminate(self, signum: int, frame: object) -> None:
         self._is_terminated = True
@@ -84,63 +115,13 @@ class Interrupts:
 
     def is_terminated(self) -> bool:
         """True if all ranks end here, because one of them has received SIGTERM. All ranks ask after the same steps."""
-        return self._is_terminated
-
-
-class SharedInterrupts(Interrupts):
-    """Lets the signals wait for a step after which all ranks can stop."""
-
-    def __init__(self, topology: Topology, store: Rendezvous) -> None:
-        super().__init__()
-        self._topology = topology
-        self._store = store
-        self._step = 0  # the current step, counted over all calls of `fit`; the same on all ranks
-        self._checks = 0  # how often it was asked whether to end; the same on all ranks
-        self._stops = 0
-        self._is_interrupted = False
-        self._received = 0
-        self._is_terminable = False
-        self._is_receiving = False
-
-    @contextlib.contextmanager
-    def deferred(self) -> Iterator[None]:
-        if not _is_handled_by(signal.SIGINT, signal.default_int_handler):
-            yield
-            return
-        with self._receiving():
-            handler = signal.signal(signal.SIGINT, self._interrupt)
-            try:
-                yield
-            finally:
-                signal.signal(signal.SIGINT, handler)
-            if self._is_interrupted:  # there was no further step
-                raise KeyboardInterrupt
-
-    def before_step(self) -> None:
-        self._step += 1
-        if self._is_interrupted and self._step > (latest := self._latest(signal.SIGINT)):
-            logger().debug("stopped by Ctrl-C, %s", "as all ranks are" if latest else "though not all ranks are")
-            raise KeyboardInterrupt
-
-    def _interrupt(self, signum: int, frame: object) -> None:
-        self._is_interrupted = True
-        self._received += 1
-        if self._received > 1:
-            raise KeyboardInterrupt
-
-    @contextlib.contextmanager
-    def _handling_term(self) -> Iterator[None]:
-        with self._receiving(), super()._handling_term(), attached(self, "_is_terminable", True):
-            yield
-
-    def is_terminated(self) -> bool:
         self._checks += 1
         return self._is_terminated and self._checks > self._latest(signal.SIGTERM)
 
     @contextlib.contextmanager
     def _receiving(self) -> Iterator[None]:
         """Lets a thread receive signals, in the outermost of these contexts."""
-        if self._is_receiving:
+        if self._store is None or self._is_receiving:
             yield
             return
         reader, writer = os.pipe()
@@ -191,6 +172,8 @@ class SharedInterrupts(Interrupts):
 
     def _latest(self, signum: signal.Signals) -> int:
         """Returns the latest place in which a rank received a signal, 0 if not all ranks did."""
+        if self._store is None:
+            return 0
         deadline = time.monotonic() + _WAIT_SECONDS[signum]
         while time.monotonic() < deadline:
             steps = [self._store.get(self._key(signum, rank)) for rank in range(self._topology.size)]

@@ -138,7 +138,7 @@ def in_child(run: Callable[[], object]) -> int:
 
 
 def terminate(times: int) -> interrupts.Interrupts:
-    found = interrupts.Interrupts()
+    found = interrupts.Interrupts(Topology(), None)
     with found.terminable():
         for _ in range(times):
             os.kill(os.getpid(), signal.SIGTERM)
@@ -165,7 +165,7 @@ def test_a_handler_of_the_script_stays() -> None:
 
 def test_afterwards_the_signal_ends_the_process_as_before() -> None:
     def run() -> None:
-        with interrupts.Interrupts().terminable():
+        with interrupts.Interrupts(Topology(), None).terminable():
             pass
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -181,7 +181,7 @@ class Rank(threading.Thread):
 
     def __init__(self, rank: int, store: Store, step: threading.Barrier, asked_after: float) -> None:
         super().__init__()
-        self.interrupts = interrupts.SharedInterrupts(Topology(rank, 2), store)  # type: ignore[arg-type]
+        self.interrupts = interrupts.Interrupts(Topology(rank, 2), store)  # type: ignore[arg-type]
         self._step = step
         self._asked = threading.Timer(asked_after, self.interrupts._publish, [signal.SIGTERM])
         self.checks = 0
