@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import secrets
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, MutableSet, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from keras_dist.data.shares import Share, Shares
 from keras_dist.errors import ConfigurationError, MismatchError
 from keras_dist.logging import logger
 from keras_dist.state import checkpoint, snapshot
-from keras_dist.state.commits import Commits, Position
+from keras_dist.state.commits import Position
 from keras_dist.training.call import build, build_optimizers
 from keras_dist.training.interrupts import interrupts_of
 from keras_dist.training.options import Tuning
@@ -69,42 +69,6 @@ class Due:
             "kd.callbacks.Commit (when)", (left <= 0, step + max(1, further))
         )[0]
         return bool(is_due)
-
-
-class Writer:
-    """Writes commits in a thread, one after the other."""
-
-    def __init__(self, commits: Commits) -> None:
-        self._commits = commits
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    def write(self, place: Position, arrays: dict[str, np.ndarray], state: Any) -> None:
-        """Begins to write. Waits for the commit before, and raises its error. Nobody may change `state` meanwhile."""
-        self.finish()
-        self._thread = threading.Thread(target=self._write, args=(place, arrays, state), name="keras_dist_commit")
-        self._thread.start()
-
-    def _write(self, place: Position, arrays: dict[str, np.ndarray], state: Any) -> None:
-        try:
-            encoded = np.frombuffer(processes.encode(state), np.uint8)
-            self._commits.write(place, {**arrays, STATE: encoded})
-            environment.note_commit(place.step)
-        except BaseException as error:
-            self._error = error
-
-    def finish(self) -> None:
-        """Waits for the end of the last write, and raises its error."""
-        self.close()
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-
-    def close(self) -> None:
-        """Waits for the end of the last write."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
 
 
 class TrainingData:
@@ -238,7 +202,8 @@ class CommittedRun(keras.callbacks.Callback):
         self._backend = backend
         self._optimizers = optimizers
         self._commits = settings.commits
-        self._writer = Writer(self._commits)
+        self._writer = ThreadPoolExecutor(1)
+        self._writing: Future[None] | None = None  # the last commit
         state: Any = None
         self._found: dict[str, np.ndarray] = {}  # the arrays of the newest commit, on the chief, until they are loaded
         if backend.topology.is_chief:
@@ -386,7 +351,21 @@ class CommittedRun(keras.callbacks.Callback):
             "history": history,
             "logs": {name: np.asarray(log) for name, log in (logs or {}).items()} if batch else {},
         }
-        self._writer.write(Position(self.step, epoch, batch), snapshot.take(self._model, optimizers), state)
+        self._finish_writing()
+        place, arrays = Position(self.step, epoch, batch), snapshot.take(self._model, optimizers)
+        self._writing = self._writer.submit(self._write, place, arrays, state)
+
+    def _write(self, place: Position, arrays: dict[str, np.ndarray], state: Any) -> None:
+        """Writes a commit, in a thread. Nobody may change `state` meanwhile."""
+        encoded = np.frombuffer(processes.encode(state), np.uint8)
+        self._commits.write(place, {**arrays, STATE: encoded})
+        environment.note_commit(place.step)
+
+    def _finish_writing(self) -> None:
+        """Waits until the last commit is written, and raises its error."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.result()
 
     def _exit_if_terminated(self, logs: Any) -> None:
         """Commits and ends all ranks, if one of them has received SIGTERM."""
@@ -394,7 +373,7 @@ class CommittedRun(keras.callbacks.Callback):
             return
         if self._due.step != self.step and (self.data.seeds is not None or self.batch == 0):
             self.commit(self.epoch, self.batch, logs)
-        self._writer.finish()
+        self._finish_writing()
         self._backend.all_gather_object("kd.callbacks.Commit (end)")
         if self._backend.topology.is_chief:
             logger().warning(
@@ -406,27 +385,14 @@ class CommittedRun(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         if self._state is not None:
             snapshot.restore(self._model.history, self._state["history"])
-        self._writer.finish()
+        self._finish_writing()
         _complete.add(self.directory)
 
     def close(self) -> None:
         """Called at the end of `fit`, also after an error."""
         attach(self._model, keras_fit.INITIAL_EPOCH, None)
-        self._writer.close()
+        self._writer.shutdown()
         self._commits.close()
-
-
-class _Before(keras.callbacks.Callback):
-
-    def __init__(self, run: CommittedRun) -> None:
-        super().__init__()
-        self._run = run
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        self._run.load()
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._run.begin_epoch(epoch)
 
 
 class FitExtensions:
@@ -466,7 +432,10 @@ class FitExtensions:
             self._of_fit.callback(self._end, found, run)
             self._of_fit.enter_context(run.interrupts.terminable())
             found.is_arranged = True
-            arranged = [_Before(run), *as_list(arranged), run]
+            before = keras.callbacks.LambdaCallback(
+                on_train_begin=lambda logs: run.load(), on_epoch_begin=lambda epoch, logs: run.begin_epoch(epoch)
+            )
+            arranged = [before, *as_list(arranged), run]
         return arranged if self._tuning is None else self._tuning.arrange(given, arranged)
 
     def _end(self, settings: Commit, run: CommittedRun) -> None:
