@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -262,17 +262,28 @@ def _gathered(exchange: Backend, values: Any, rows: _Rows) -> Any:
     return tf.gather(whole, tf.range(rows.total) % tf.maximum(tf.shape(whole)[0], 1))
 
 
-def placed(exchange: Backend, step: Step, data: Any) -> Any:
-    """Lets a step know where its share starts. Every replica must call it, before it enters the step.
+@contextlib.contextmanager
+def on_share(exchange: Backend, step: Step, data: Any, exact: bool) -> Iterator[Any]:
+    """The context of a step on a share. Yields the data of the share. Every replica must enter it.
 
-    Returns the data without a static length: so a length that comes from the batch is told from an equal number.
+    TensorFlow starts what needs no data, such as counting, drawing or a collective, also in the step that finds that
+    data of unknown length have ended. Some devices or ranks would do so, and others not. So nothing of the step runs
+    before all tensors of its data are there.
+
+    For `exact` numbers the step knows where its share starts. Its data then have no static length: so a length that
+    comes from the batch is told from an equal number.
     """
-    counts = exchange.all_gather(tf.reshape(step.count, [1]), step.next_name("counts"))
-    return place(step, tf.cumsum(counts, exclusive=True)[step.replica], data)
+    leaves = tf.nest.flatten(data, expand_composites=True)
+    with tf.control_dependencies([leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]):
+        if exact:
+            counts = exchange.all_gather(tf.reshape(step.count, [1]), step.next_name("counts"))
+            data = place(step, tf.cumsum(counts, exclusive=True)[step.replica], data)
+        with step_module.entered(step):
+            yield data
 
 
 def place(step: Step, start: Any, data: Any) -> Any:
-    """Does the same where it is known which is the first row of the share."""
+    """Lets a step know where its share starts. Returns its data without a static length."""
 
     def of_any_length(leaf: Any) -> Any:
         if tf.executing_eagerly() or not isinstance(leaf, tf.Tensor) or not leaf.shape.rank:

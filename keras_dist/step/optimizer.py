@@ -220,7 +220,7 @@ def all_reduce(backend: Backend, gradients: Any) -> Any:
             )
         is_loss_weighted = bool(step.weighs_losses_of)
         step.weighs_losses_of.clear()  # the optimizer weights the gradients from now on
-        shares = step.weigh_gradients(shares, is_loss_weighted)
+        shares = step.weigh(shares, is_loss_weighted)
     # The row has no news: the optimizer's own reduction compares the ranks' data.
     sums, _ = backend.all_reduce(shares, tf.zeros([1]), step.next_name("all_reduce"))
     count = backend.num_replicas if step.shares is None else step.shares
@@ -439,7 +439,7 @@ class _Reducer:
     def _weigh(self, gradients: Sequence[Any], step: Step) -> list[Any]:
         if self._backend.combines_means:
             return list(gradients)
-        return step.weigh_gradients(gradients, id(self._optimizer) in step.weighs_losses_of)
+        return step.weigh(gradients, id(self._optimizer) in step.weighs_losses_of)
 
     def _reduce(self, gradients: Sequence[Any], step: Step, fingerprint: Any) -> list[Any]:
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]

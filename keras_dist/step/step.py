@@ -122,22 +122,15 @@ class Step:
         """The number of rows of this share, an int32 scalar: fillers count too."""
         return self.count if self.data is None else row_count(self.data)
 
-    def weigh(self, gradients: Sequence[Any]) -> list[Any]:
+    def weigh(self, gradients: Sequence[Any], is_loss_weighted: bool = False) -> list[Any]:
         """Weights means over this share, so that the sum over the shares is the mean over the global batch.
 
-        Integers and `None` stay as they are.
+        Gradients of a loss that was weighted stay as they are, unless the share is empty; so do integers and `None`.
         """
-        weight = tf.cast(self.count, self.dtype) / tf.cast(self.total, self.dtype)
-        return [_weighted(gradient, weight) for gradient in gradients]
-
-    def weigh_gradients(self, gradients: Sequence[Any], is_loss_weighted: bool) -> list[Any]:
-        """Weights gradients, unless they are of a weighted loss."""
-        if not is_loss_weighted:
-            return self.weigh(gradients)
-        if tf.get_static_value(self.count):  # never empty
+        if is_loss_weighted and tf.get_static_value(self.count):  # never empty
             return list(gradients)
-        counts = tf.cast(self.count > 0, self.dtype)
-        return [_weighted(gradient, counts) for gradient in gradients]
+        weight = tf.cast(self.count > 0, self.dtype) if is_loss_weighted else self.part
+        return [_weighted(gradient, weight) for gradient in gradients]
 
     @contextlib.contextmanager
     def weighing(self, variables: Sequence[Any]) -> Iterator[None]:
@@ -210,16 +203,6 @@ def entered(step: Step | None) -> contextlib.AbstractContextManager[None]:
 def current() -> Step | None:
     """Returns the step that is being traced or run, `None` outside of one."""
     return None if is_outside() else _CURRENT.get()
-
-
-def begun(data: Any) -> contextlib.AbstractContextManager[None]:
-    """Lets nothing of a step run in this context before all tensors of its data are there.
-
-    TensorFlow starts what needs no data, such as counting, drawing or a collective, also in the step that finds that
-    data of unknown length have ended. Some devices or ranks would do so, and others not.
-    """
-    leaves = tf.nest.flatten(data, expand_composites=True)
-    return tf.control_dependencies([leaf for leaf in leaves if isinstance(leaf, tf.Tensor)])
 
 
 def is_outside() -> bool:

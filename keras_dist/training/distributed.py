@@ -40,7 +40,7 @@ from keras_dist.training.options import Options
 from keras_dist.training.refusals import ATTACHED, DISTRIBUTED
 from keras_dist.training.resuming import FitExtensions
 from keras_dist.training.synchronizer import as_list, is_writer, on_chief, sees_batches, with_synchronizers
-from keras_dist.training.verification import CALLS, Verification, Verifications, Verified, suspects_in, tell_inexact
+from keras_dist.training.verification import CALLS, Verification, Verified, suspects_in, tell_inexact
 
 # Calls that all ranks make together.
 _TOGETHER = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
@@ -78,10 +78,9 @@ class DistributedModel(Verified):
         self.extended = keras_fit.StrategyExtension()
         self.logs = Logs(model, backend.topology.is_chief)
         self._fitting = FitExtensions(model, backend, self._optimizers, options.tuning(model, backend))
-        self.verifications = Verifications()  # of the kinds of steps that are still verified
-        if options.verifies_on(backend):
-            for kind, call in CALLS.items():
-                self.verifications[kind] = Verification(backend, call, model, self.prepare_found)
+        kinds = CALLS.items() if options.verifies_on(backend) else ()
+        # Of the kinds of steps that are still verified.
+        self.verifications = {kind: Verification(backend, self, call, model) for kind, call in kinds}
 
     def attach(self) -> None:
         """Sets the wrappers, and distributes the optimizers of a compiled model.
@@ -112,8 +111,8 @@ class DistributedModel(Verified):
             "save_weights": self._save,
             "export": self._save,
             "compute_loss": self._compute_loss,
-            "make_train_function": self._make_train_function,
-            "make_test_function": self._make_test_function,
+            "make_train_function": functools.partial(self._make_function, "train"),
+            "make_test_function": functools.partial(self._make_function, "test"),
             "make_predict_function": self._make_predict_function,
             keras_fit.SYMBOLIC_BUILD: self._symbolic_build,
             keras_fit.METRICS_RESULT: self._metrics_result,
@@ -175,12 +174,19 @@ class DistributedModel(Verified):
         try:
             yield
         except Exception as error:
-            explained = self._explain(self.verifications.explain(error))
+            explained = self._explain(self._found_by_verification(error))
             if explained is error:
                 if error is self._failed_step:
                     error.add_note(f"keras_dist: {self._describe_share()}")
                 raise
             raise explained from error
+
+    def _found_by_verification(self, error: Exception) -> Exception:
+        """Returns what verification has found if that is the cause of an error of TensorFlow, once; else the error."""
+        found = [verification.error for verification in self.verifications.values() if verification.error is not None]
+        for verification in self.verifications.values():
+            verification.error = None
+        return found[0] if found and isinstance(error, tf.errors.OpError) else error
 
     def _compile(self, call: Call) -> None:
         self._is_checked.clear()
@@ -346,7 +352,7 @@ class DistributedModel(Verified):
         if (verification := self.verifications.get(kind or "predict")) is None:
             return self._run(function, batch)
         step = functools.partial(self._run, function, batch)
-        return verification.run(self, function, batch, self._total_of(batch), step)
+        return verification.run(function, batch, self._total_of(batch), step)
 
     def prepare(self, epoch_iterator: Any) -> None:
         """Called once Keras knows the number of batches in an epoch."""
@@ -365,19 +371,15 @@ class DistributedModel(Verified):
 
     def _total_of(self, batch: Any) -> Any:
         """Returns the number of examples in a batch, an int32 scalar."""
-        raise NotImplementedError
+        return self._shares_of(batch)[0].total
 
     # --- The check that is on by default ---
 
-    def _prepare_check(self, kind: str) -> None:
-        """Lets the next step keep the first rows of its batch, if it is the first to run code of the script's own."""
-        if self.options.checks_own_code(self._backend) and kind not in self._is_checked:
-            self._is_checked.add(kind)
-            if own_code.is_in_step(self._model, kind):
-                self.first_rows[kind] = own_code.FirstRows(self._backend)
-
     def _with_check(self, kind: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Returns a function of steps which compares some with one process, if they run code of the script's own."""
+        """Returns a function of steps which compares some with one process, if they run code of the script's own.
+
+        The first such step keeps the first rows of its batch.
+        """
 
         def checked(iterator: Any) -> Any:
             if (rows := self.first_rows.get(kind)) is None:
@@ -391,7 +393,10 @@ class DistributedModel(Verified):
                     self.first_rows.pop(kind, None)
             return outputs
 
-        self._prepare_check(kind)
+        if self.options.checks_own_code(self._backend) and kind not in self._is_checked:
+            self._is_checked.add(kind)
+            if own_code.is_in_step(self._model, kind):
+                self.first_rows[kind] = own_code.FirstRows(self._backend)
         return checked
 
     def _noted(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -459,11 +464,11 @@ class DistributedModel(Verified):
             if (batch := rows.batch()) is None:
                 return
             step = getattr(self._model, f"{kind}_step")
-            verification = Verification(self._backend, CALLS[kind], self._model, self.prepare_found)
-            verification.which = "a step in the second epoch" if rows.is_last else ""
+            verification = Verification(self._backend, self, CALLS[kind], self._model)
+            which = "a step in the second epoch" if rows.is_last else "step 1"
             with own_code.without_graph(self._model, self._optimizers()), self.logs.frozen():
                 trial = rows.trial(self._model, self._optimizers(), self.counters)
-                is_compared = verification.check(self, step, batch, trial, rows.graph)
+                is_compared = verification.check(step, batch, trial, rows.graph, which)
         rows.is_last |= not is_compared
 
     @contextlib.contextmanager
@@ -536,12 +541,6 @@ class DistributedModel(Verified):
         """The context in which the chief writes a file."""
         return self.local()
 
-    def _make_train_function(self, call: Call) -> None:
-        self._make_function("train", call)
-
-    def _make_test_function(self, call: Call) -> None:
-        self._make_function("test", call)
-
     def _make_function(self, kind: str, call: Call) -> None:
         raise NotImplementedError
 
@@ -581,7 +580,9 @@ class DistributedModel(Verified):
 
     def _end_verification(self, kind: str) -> None:
         """After the first epoch, evaluation or prediction, steps run as if they had never been verified."""
-        if self.verifications.end(kind):
+        if (verification := self.verifications.get(kind)) is not None and verification.steps:
+            verification.report()
+            del self.verifications[kind]
             self._was_verified = True
             getattr(self._model, f"make_{kind}_function")(force=True)
             self._was_verified = False

@@ -24,13 +24,12 @@ from keras_dist.compat import keras_model, keras_random, keras_strategy, tf_comp
 from keras_dist.data import sources
 from keras_dist.data.shares import Share, Shares, examples_of, joined, row_count, take_shares
 from keras_dist.errors import ConfigurationError, NotSupportedError
-from keras_dist.step import step as step_module
-from keras_dist.step.gathering import gather_in_step, placed
+from keras_dist.step.gathering import gather_in_step, on_share
 from keras_dist.step.optimizer import all_reduce
 from keras_dist.step.step import Step, consistency_check_of
 from keras_dist.step.whole_batch import change_of, whole_batch
 from keras_dist.training.options import Options
-from keras_dist.training.own_code import batch_of_all_ranks, batch_of_shares
+from keras_dist.training.own_code import batch_of_all_ranks
 from keras_dist.training.verification import Verification, Verified
 
 
@@ -163,22 +162,23 @@ class RankLoop(Loop, Verified):
         return self._traces[function](args)
 
     def verify(self) -> None:
-        self._verification = Verification(self._backend, "kd.run", None, self._distribute)
+        self._verification = Verification(self._backend, self, "kd.run", None)
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         function = tf_compat.converted(function)
         if self._verification is None:
             return self._run_on_shares(function, args)
         step = functools.partial(self._run_on_shares, function, args)
-        return self._verification.run(self, function, args, self._total_of(args), step)
+        return self._verification.run(function, args, self._total_of(args), step)
 
     def _total_of(self, args: tuple[Any, ...]) -> Any:
         return self._counts(args)[1]
 
     def whole(self, args: tuple[Any, ...]) -> Any:
-        if not any(isinstance(arg, Share) for arg in args):  # tensors of each rank
+        if not any(isinstance(arg, Share | Shares) for arg in args):  # tensors of each rank
             return batch_of_all_ranks(self._backend, Share(args, row_count(args), *[tf.constant(0)] * 2))
-        return tuple(batch_of_all_ranks(self._backend, arg) if isinstance(arg, Share) else arg for arg in args)
+        shares = (Share, Shares)
+        return tuple(batch_of_all_ranks(self._backend, arg) if isinstance(arg, shares) else arg for arg in args)
 
     def distributed(self, function: Callable[..., Any], args: tuple[Any, ...], applied: list[Any]) -> Any:
         with self._trying_out(applied):
@@ -186,9 +186,6 @@ class RankLoop(Loop, Verified):
 
     def plain(self, function: Callable[..., Any], whole: tuple[Any, ...]) -> Any:
         function(*whole)
-
-    def table_of_all(self, table: Any) -> Any:
-        return self._backend.all_gather(table, "keras_dist_verified_table")
 
     def _run_on_shares(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         count, total, fingerprint = self._counts(args)
@@ -200,14 +197,11 @@ class RankLoop(Loop, Verified):
         step.applied = self._applied
         step.data = next((arg.data for arg in args if isinstance(arg, Share)), None)
         args = tuple(examples_of(arg) if isinstance(arg, Share) else arg for arg in args)
-        whole = whole_batch(self._backend, self._distribute, exact=self.exact)
-        with step_module.begun(args):
-            if self.exact:
-                args = placed(self._backend, step, args)
-            with step_module.entered(step), whole, combined(self._backend, step):
-                return function(*args)
+        whole = whole_batch(self._backend, self.prepare_found, exact=self.exact)
+        with on_share(self._backend, step, args, self.exact) as args, whole, combined(self._backend, step):
+            return function(*args)
 
-    def _distribute(self, optimizer: Any) -> None:
+    def prepare_found(self, optimizer: Any) -> None:
         self._backend.distribute(optimizer, Options())
 
     def _counts(self, args: tuple[Any, ...]) -> tuple[Any, Any, Any]:
@@ -264,12 +258,6 @@ class ReplicaLoop(RankLoop):
     def _total_of(self, args: tuple[Any, ...]) -> Any:
         return next(arg for arg in args if isinstance(arg, Shares)).parts[0].total
 
-    def whole(self, args: tuple[Any, ...]) -> Any:
-        def of_rank(arg: Any) -> Any:
-            return joined(arg)._replace(data=batch_of_shares(arg.parts)) if isinstance(arg, Shares) else arg
-
-        return super().whole(tuple(map(of_rank, args)))
-
     def _run_on_shares(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         shares, topology = next(arg for arg in args if isinstance(arg, Shares)), self._backend.topology
         self._counts_by_replica.assign(tf.stack(shares.counts))
@@ -281,14 +269,11 @@ class ReplicaLoop(RankLoop):
             replica_args = [examples_of(arg.parts[index]) if isinstance(arg, Shares) else arg for arg in args]
             step = Step.of(shares.parts[index], topology.rank * self._backend.replicas + index)
             step.applied = self._applied if index == 0 else None
-            with step_module.begun(replica_args):
-                if self.exact:
-                    replica_args = placed(self._backend, step, replica_args)
-                with step_module.entered(step):
-                    return function(*replica_args)
+            with on_share(self._backend, step, replica_args, self.exact) as replica_args:
+                return function(*replica_args)
 
         of_ranks = combined(self._backend, of_rank) if topology.size > 1 else contextlib.nullcontext()
-        with whole_batch(self._backend, self._distribute, exact=self.exact), of_ranks:
+        with whole_batch(self._backend, self.prepare_found, exact=self.exact), of_ranks:
             outputs = self._backend.run(run, shares.counts)
         return tf.nest.map_structure(_of_each_replica, *outputs)
 

@@ -24,14 +24,12 @@ from keras_dist.data.shares import (
     joined,
     may_be_empty,
     note_whole_batch,
-    row_count,
     take_share,
     take_shares,
 )
 from keras_dist.logging import logger
 from keras_dist.state import weights
-from keras_dist.step import step as step_module
-from keras_dist.step.gathering import placed
+from keras_dist.step.gathering import on_share
 from keras_dist.step.metrics import flat
 from keras_dist.step.optimizer import distribute_optimizer, optimizers_of
 from keras_dist.step.step import Fingerprints, Step, check_seen, check_shapes, consistency_check_of
@@ -41,7 +39,7 @@ from keras_dist.training.call import Call
 from keras_dist.training.distributed import DistributedModel
 from keras_dist.training.loop import Loop, RankLoop, ReplicaLoop
 from keras_dist.training.options import Options
-from keras_dist.training.own_code import as_tensors, batch_of_all_ranks, batch_of_shares, gather_rows, real_rows
+from keras_dist.training.own_code import as_tensors, batch_of_all_ranks, gather_rows, real_rows
 from keras_dist.training.resuming import FitExtensions
 
 _TUNING = "_keras_dist_tuning"
@@ -295,7 +293,8 @@ class RankModel(DistributedModel):
         self._step, step.applied = step, self._applied
         fold(self._fingerprint, share.fingerprint)
         kind = self._kind_of(function)
-        with self._whole_batch(), self.logs.recording(), self.noting_draws(kind):
+        whole = whole_batch(self._backend, self.prepare_found, self._model, exact=self.exact)
+        with whole, self.logs.recording(), self.noting_draws(kind):
             if kind is None:
                 tried = "" if self._applied is None else "tried_"
                 predictions = self._compute(function, share, step, kind)
@@ -322,19 +321,11 @@ class RankModel(DistributedModel):
         return share
 
     def _compute(self, function: Callable[..., Any], share: Share, step: Step, kind: str | None) -> Any:
-        with step_module.begun((share.data, share.count)):
-            data = placed(self._backend, step, share.data) if self.exact else share.data
-            with step_module.entered(step):
-                return function(data)
-
-    def _whole_batch(self) -> contextlib.AbstractContextManager[None]:
-        return whole_batch(self._backend, self.prepare_found, self._model, exact=self.exact)
-
-    def _total_of(self, batch: Any) -> Any:
-        return batch.total if isinstance(batch, Share) else row_count(as_tensors(batch))
+        with on_share(self._backend, step, share.data, self.exact) as data:
+            return function(data)
 
     def whole(self, batch: Any) -> Any:
-        return batch_of_all_ranks(self._backend, batch) if isinstance(batch, Share) else as_tensors(batch)
+        return batch_of_all_ranks(self._backend, batch) if isinstance(batch, Share | Shares) else as_tensors(batch)
 
     def _unknown_logs(self, function: Callable[..., Any], outputs: Any) -> Any:
         """Returns logs of the step on shares as averages over the ranks."""
@@ -352,9 +343,6 @@ class RankModel(DistributedModel):
             return own
         total = self._backend.all_reduce_exact(tf.cast(own, tf.float64), self._step.next_name("state"))
         return tf.cast(total, own.dtype)
-
-    def table_of_all(self, table: Any) -> Any:
-        return self._backend.all_gather(table, "keras_dist_verified_table")
 
     def _shares_of(self, batch: Any) -> Sequence[Share]:
         """Cuts a whole batch, which `train_on_batch` and similar methods pass without a dataset."""
@@ -404,16 +392,6 @@ class ReplicaModel(RankModel):
             return batch.parts
         topology = self._backend.topology
         return take_shares(as_tensors(batch), self._backend.replicas, topology.rank, topology.size).parts
-
-    # --- Verification ---
-
-    def _total_of(self, batch: Any) -> Any:
-        return batch.parts[0].total if isinstance(batch, Shares) else super()._total_of(batch)
-
-    def whole(self, batch: Any) -> Any:
-        if not isinstance(batch, Shares):
-            return as_tensors(batch)
-        return batch_of_all_ranks(self._backend, joined(batch)._replace(data=batch_of_shares(batch.parts)))
 
     def _step_on(self, shares: Shares, function: Callable[..., Any]) -> Callable[[int], Any]:
         of_rank, first = self._step, self._backend.topology.rank * self._backend.replicas

@@ -21,7 +21,7 @@ from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, keras_model, keras_random, tf_compat, tf_graphs
 from keras_dist.compat.keras_model import attached
 from keras_dist.data import sources
-from keras_dist.data.shares import Share, first_rows
+from keras_dist.data.shares import Share, Shares, first_rows, joined
 from keras_dist.logging import without_notes_of_tensorflow
 from keras_dist.state import snapshot
 from keras_dist.step.optimizer import variables_of
@@ -54,9 +54,11 @@ def real_rows(output: Any, count: Any) -> Any:
     return output[: tf.where(count > 0, rows, tf.zeros_like(rows))]
 
 
-def batch_of_all_ranks(backend: Backend, share: Share) -> Any:
-    """Returns the whole batch from the shares of all ranks. Every rank must call it."""
+def batch_of_all_ranks(backend: Backend, share: Share | Shares) -> Any:
+    """Returns the whole batch from the shares of all ranks, or of all their replicas. Every rank must call it."""
     numbers = itertools.count()
+    if isinstance(share, Shares):
+        share = joined(share)._replace(data=batch_of_shares(share.parts))
 
     def of_all(rows: Any) -> Any:
         return gather_rows(backend, real_rows(rows, share.count), f"keras_dist_verified_{next(numbers)}")

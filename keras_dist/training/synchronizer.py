@@ -174,18 +174,6 @@ class BatchSynchronizer(Synchronizer):
         self._synchronize(f"model.fit (after batch {batch + 1})")
 
 
-class StateSynchronizer(keras.callbacks.Callback):
-    """Combines what the ranks have collected after each batch, before callbacks that save there."""
-
-    def __init__(self, backend: Backend, optimizers: Sequence[Any]) -> None:
-        super().__init__()
-        self._backend = backend
-        self._optimizers = optimizers
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        weights.synchronize(self.model, self._optimizers, self._backend, f"model.fit (state after batch {batch + 1})")
-
-
 def with_synchronizers(
     callbacks: Sequence[Any], backend: Backend, optimizers: Sequence[Any], stopwatch: Stopwatch | None
 ) -> list[Any]:
@@ -198,8 +186,15 @@ def with_synchronizers(
     logger().debug("the ranks synchronize after each %s", f"batch, for {', '.join(busy)}" if busy else "epoch")
     synchronizer = BatchSynchronizer if busy else Synchronizer
     arranged = [*callbacks, synchronizer(backend, optimizers, callbacks, stopwatch)]
-    saves = any(_saves_between_batches(callback) for callback in callbacks)
-    return [StateSynchronizer(backend, optimizers), *arranged] if saves else arranged
+    if not any(_saves_between_batches(callback) for callback in callbacks):
+        return arranged
+
+    def combine(batch: int, logs: Any) -> None:
+        """Combines what the ranks have collected after each batch, before callbacks that save there."""
+        weights.synchronize(first.model, optimizers, backend, f"model.fit (state after batch {batch + 1})")
+
+    first = keras.callbacks.LambdaCallback(on_train_batch_end=combine)
+    return [first, *arranged]
 
 
 def as_list(callbacks: Any) -> list[Any]:

@@ -9,10 +9,9 @@ read from the graph.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -127,52 +126,6 @@ def tell_inexact(model: keras.Model) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Computed:
-    """Collects what steps have computed."""
-
-    model: keras.Model | None  # `None` in a custom loop
-    is_prediction: bool
-    others: Mapping[str, tf.Variable] = dataclasses.field(default_factory=dict)  # that Keras doesn't know, by name
-    has_rows: bool = True  # the rows of a sparse gradient are compared too, beside their sums
-
-    def of(
-        self, applied: Sequence[Any], outputs: Any, assigned: dict[int, Any], state: Callable[[Any], Any]
-    ) -> list[Quantity]:
-        """Returns what a step has computed. `outputs` are its predictions, or its logs that no metric knows."""
-        updated: set[int] = set()
-        quantities: list[Quantity] = []
-        for number, (optimizer, gradients, given) in enumerate(applied, start=1):
-            variables = keras_model.updated_variables(optimizer, given)
-            updated.update(map(id, variables))
-            of_update = f" in update {number}" if len(applied) > 1 else ""
-            for variable, gradient in zip(variables, gradients, strict=False):
-                if gradient is None:
-                    continue
-                path = f"{variable.path!r}{of_update}"
-                dense = tf.convert_to_tensor(gradient)
-                quantities.append(Quantity(f"the gradient of {path}", f"update {number}", dense))
-                if self.has_rows and isinstance(gradient, tf.IndexedSlices):
-                    # Adam squares each row, before it adds the rows of one index.
-                    squares = tf.IndexedSlices(gradient.values**2, gradient.indices, gradient.dense_shape)
-                    name = f"the sum of squared rows in the gradient of {path}"
-                    quantities.append(Quantity(name, f"rows {number}", tf.convert_to_tensor(squares)))
-        if self.model is None:  # what the step of a loop has assigned, other than by optimizers
-            others = [v for v in assigned.values() if id(v) not in updated and not keras_random.is_seed(v)]
-            return quantities + _values_of(sorted(others, key=lambda variable: variable.path))
-        quantities += [Quantity(f"the tf.Variable {name}", "variables", v.value()) for name, v in self.others.items()]
-        quantities += _state(self.model, updated, state)
-        if self.is_prediction:
-            leaves = tf.nest.flatten(outputs, expand_composites=True)
-            quantities += [Quantity("the predictions", f"predictions {n}", leaf) for n, leaf in enumerate(leaves)]
-        elif isinstance(outputs, dict):
-            for name in sorted(outputs):
-                if tf.is_tensor(outputs[name]):
-                    value = tf.convert_to_tensor(outputs[name])
-                    quantities.append(Quantity(f"logs[{name!r}]", f"log {name}", value))
-        return quantities
-
-
 def _values_of(variables: Sequence[Any]) -> list[Quantity]:
     return [Quantity(f"the variable {variable.path!r}", "variables", value_of(variable)) for variable in variables]
 
@@ -228,6 +181,10 @@ class Verified:
         with attached(self, "exact", True), attached(self, "_applied", applied):
             yield
 
+    def prepare_found(self, optimizer: Any) -> None:
+        """Distributes an optimizer that a step applies, if it is not yet distributed."""
+        raise NotImplementedError
+
     def whole(self, batch: Any) -> Any:
         """Returns the whole batch, on every rank."""
         raise NotImplementedError
@@ -244,24 +201,19 @@ class Verified:
         """Returns what a metric's variable has counted on all ranks. If it is a sum, it began at 0."""
         return value_of(variable)
 
-    def table_of_all(self, table: Any) -> Any:
-        """Returns a tensor of each rank, concatenated along the first axis."""
-        return table
-
 
 class Verification:
     """Verifies the first steps of one kind: `"fit"`, `"evaluate"`, `"predict"`, `"kd.run"` (without a model)."""
 
-    def __init__(
-        self, backend: Backend, name: str, model: keras.Model | None, prepare_optimizer: Callable[[Any], None]
-    ) -> None:
+    def __init__(self, backend: Backend, verified: Verified, name: str, model: keras.Model | None) -> None:
         self._backend = backend
+        self._verified = verified
         self._name = name
         self._model = model
-        self._prepare_optimizer = prepare_optimizer
-        self._computed = Computed(model, name == "predict")
+        self._others: dict[str, tf.Variable] = {}  # what is compared too and Keras doesn't know, by name
+        self._has_rows = True  # the rows of a sparse gradient are compared too, beside their sums
+        self._suspects = Suspects()  # in the last step in one place
         self._remedy = ""  # beside the likely cause
-        self.which = ""  # names the step in an error; else its number does
         self._begins_with: list[tuple[Any, Any]] = []  # variables and values
         self.error: MismatchError | None = None
         self._outputs: list[Any] = []  # of the last step
@@ -274,21 +226,21 @@ class Verification:
             self._size = tf.Variable(0, trainable=False, name="keras_dist_verified_size")
             self._has_smaller = tf.Variable(False, trainable=False, name="keras_dist_verified_smaller")
 
-    def run(self, verified: Verified, function: _Function, batch: Any, total: Any, step: Callable[[], Any]) -> Any:
+    def run(self, function: _Function, batch: Any, total: Any, step: Callable[[], Any]) -> Any:
         """Runs a step, and verifies it before if it is one of the first. Every rank must call it.
 
-        `function` takes a batch, as `verified` does; `total` is the number of its examples, int32; `step` runs the step
+        `function` takes a batch, as `Verified` does; `total` is the number of its examples, int32; `step` runs the step
         itself, and returns its outputs.
         """
         # One after the other, though nothing else tells TensorFlow to: the collectives of steps have the same names.
         with tf.control_dependencies(_in_this_graph(self._outputs)):
-            looked = self.look(verified, function, batch, total)
+            looked = self.look(function, batch, total)
         with tf.control_dependencies([looked]):
             outputs = step()
         self._outputs = [leaf for leaf in tf.nest.flatten(outputs, True) if tf.is_tensor(leaf)]
         return outputs
 
-    def look(self, verified: Verified, function: _Function, batch: Any, total: Any) -> Any:
+    def look(self, function: _Function, batch: Any, total: Any) -> Any:
         """Verifies a step if it is one of the first. Returns a tensor, on which the step itself must wait."""
         begun, is_smaller = tf.identity(self._begun), total < self._size
         is_due = (begun < STEPS) | (is_smaller & ~self._has_smaller)
@@ -296,18 +248,18 @@ class Verification:
             self._begun.assign_add(1)
             self._size.assign(tf.maximum(self._size, total))
             self._has_smaller.assign(self._has_smaller | is_smaller)
-        compare = functools.partial(self._compare, verified, function, batch, total)
+        compare = functools.partial(self._compare, function, batch, total)
         if tf.executing_eagerly():
             return compare() if is_due else tf.constant(True)
         return tf.cond(is_due, compare, lambda: tf.constant(True))
 
-    def _compare(self, verified: Verified, function: _Function, batch: Any, total: Any) -> Any:
-        trial, whole = Trial(), verified.whole(batch)
+    def _compare(self, function: _Function, batch: Any, total: Any) -> Any:
+        trial, whole = Trial(), self._verified.whole(batch)
         # The whole batch is there first: an error of the step must not stop what gathers it, on some ranks only.
         with tf.control_dependencies(_in_this_graph(tf.nest.flatten(whole, True))):
-            actual = self._on_shares(trial, verified, function, batch)
-        expected, suspects = self._in_one_place(trial, verified, function, whole)
-        wanted, tables = self._tables(verified, expected, actual)
+            actual = self._on_shares(trial, function, batch)
+        wanted, tables = self._tables(self._in_one_place(trial, function, whole), actual)
+        suspects = self._suspects
 
         def judge(tables: np.ndarray, total: np.ndarray) -> np.bool_:
             self._judge(wanted, tables, int(total), suspects)
@@ -317,28 +269,30 @@ class Verification:
             return tf.constant(judge(tables.numpy(), total.numpy()))
         return tf.reshape(tf.numpy_function(self._held(judge), [tables, total], tf.bool), [])
 
-    def check(self, verified: Verified, function: _Function, batch: Any, trial: Trial, graph: Any) -> bool:
+    def check(self, function: _Function, batch: Any, trial: Trial, graph: Any, which: str) -> bool:
         """Verifies an eager step on a few rows, the same on all ranks. Every rank must call it. False if it could not.
 
-        `trial` undoes it; `graph` is of the step as it was traced, `None` if steps run eagerly.
+        `trial` undoes it; `graph` is of the step as it was traced, `None` if steps run eagerly; errors name it `which`.
         """
 
         def in_one_place(begin: Any = None, context: _Context | None = None) -> list[Quantity] | None:
             found, error = [], ""
             try:  # no rank waits for another one here, so an error must not stop some of them only
                 with trial.beginning_with(begin), keras_random.drawn_alike():
-                    found = self._in_one_place(trial, verified, function, batch, context)[0]
+                    found = self._in_one_place(trial, function, batch, context)
             except Exception as raised:
                 error = f"{type(raised).__name__}: {raised}"
             if errors := [text for text in self._gathered(error) if text]:
                 self._note_unchecked(f"on {total} rows a step raises {' '.join(errors[0].split())}")
             return None if errors else found
 
+        def judge(wanted: _Quantities, tables: Any, suspects: Suspects, disturbed: Any = None) -> None:
+            self._judge(wanted, tables, total, suspects, disturbed, which)
+
         self._remedy = " If this is meant to be, turn the check off: kd.distribute(model, verify=False)."
         total = int(row_count(batch))
         # Which rows replicas put together is read from the graph of the step.
-        others, is_eager = trial.attributes.variables(), graph is None
-        self._computed = Computed(self._model, self._name == "predict", others, has_rows=is_eager)
+        self._others, self._has_rows = trial.attributes.variables(), graph is None
         # Between epochs each rank has statistics of its own, as of BatchNormalization.
         statistics = [] if self._model is None else keras_model.float_statistics(self._model)
         of_chief = self._backend.broadcast_arrays([np.asarray(variable.value) for variable in statistics])
@@ -347,18 +301,13 @@ class Verification:
             return False
         left = trial.left
         with keras_random.drawn_alike():
-            actual = self._on_shares(trial, verified, function, batch)
-        wanted, tables = self._tables(verified, expected, actual)
+            actual = self._on_shares(trial, function, batch)
+        wanted, tables = self._tables(expected, actual)
         tables, left_on_shares = tables.numpy(), trial.left
         # What is changed in Python shows in the next step, unless the ranks differ already.
         changed = trial.attributes.different(left, left_on_shares) if graph is None else []
-
-        def judge(*args: Any) -> None:
-            self.steps = 0  # it is always the first one
-            self._judge(*args)
-
         try:
-            judge(wanted, tables, total, Suspects())
+            judge(wanted, tables, Suspects())
         except MismatchError:
             suspects = suspects_in(graph)
             random = [(kind, line) for kind, line in suspects.random if kind not in keras_random.DRAWN_ALIKE]
@@ -367,13 +316,13 @@ class Verification:
                 self._note_unchecked(f"a step draws other random numbers for a share, at {lines}")
                 return False
             suspects = suspects._replace(random=[], attributes=changed)
-            if not self._is_rounding(expected, in_one_place, functools.partial(judge, wanted, tables, total, suspects)):
+            if not self._is_rounding(expected, in_one_place, functools.partial(judge, wanted, tables, suspects)):
                 return False
         if any(self._gathered(bool(changed))):
             following, other = in_one_place(left), in_one_place(left_on_shares)
             if following is not None and other is not None:
-                wanted, tables = self._tables(verified, following, other)
-                judge(wanted, tables.numpy(), total, Suspects(attributes=changed, begins_with_them=True))
+                wanted, tables = self._tables(following, other)
+                judge(wanted, tables.numpy(), Suspects(attributes=changed, begins_with_them=True))
         return True
 
     def _is_rounding(
@@ -384,17 +333,16 @@ class Verification:
         Rounding may change little once, by chance: so it is measured up to three times.
         """
         rounded: list[np.ndarray] = []
-        rounds = 0
-        while True:
-            if (disturbed := in_one_place(context=_rounded_again(self._model, rounds))) is None:
+        for number in range(_ROUNDINGS):
+            if (disturbed := in_one_place(context=_rounded_again(self._model, number))) is None:
                 return False
             plain, other = common(expected, disturbed)
             # Of all ranks, so that they judge alike.
             rounded += self._gathered(table_of(plain, other).numpy())
-            rounds, largest = rounds + 1, np.max(rounded, 0)
+            largest = np.max(rounded, 0)
             # Random numbers make more differ than rounding does.
             changes = [found.relative for found in differences_in(plain, largest, 0.0)]
-            if rounds == 1 and max(changes, default=0.0) > _OF_ROUNDING:
+            if number == 0 and max(changes, default=0.0) > _OF_ROUNDING:
                 if (again := in_one_place()) is None:
                     return False
                 pairs = zip(expected, again, strict=False)
@@ -402,12 +350,10 @@ class Verification:
                 if any(self._gathered(is_other)):
                     self._note_unchecked("a step draws other random numbers for a share")
                     return False
-            try:
+            with contextlib.nullcontext() if number + 1 == _ROUNDINGS else contextlib.suppress(MismatchError):
                 judge(largest)
-                return True
-            except MismatchError:
-                if rounds == _ROUNDINGS:
-                    raise
+                break
+        return True
 
     def _note_unchecked(self, reason: str) -> None:
         if self._backend.topology.is_chief:
@@ -416,28 +362,26 @@ class Verification:
     def _gathered(self, value: Any) -> list[Any]:
         return self._backend.all_gather_object(f"the check of {self._name}", value)
 
-    def _on_shares(self, trial: Trial, verified: Verified, function: _Function, batch: Any) -> list[Quantity]:
+    def _on_shares(self, trial: Trial, function: _Function, batch: Any) -> list[Quantity]:
         def step(applied: list[Any], assigned: dict[int, Any]) -> list[Quantity]:
-            outputs = verified.distributed(function, batch, applied)
-            return self._computed.of(applied, outputs, assigned, verified.state_of_all)
+            outputs = self._verified.distributed(function, batch, applied)
+            return self._computed(applied, outputs, assigned, self._verified.state_of_all)
 
         return self._tried(trial, step)
 
     def _in_one_place(
-        self, trial: Trial, verified: Verified, function: _Function, whole: Any, context: _Context | None = None
-    ) -> tuple[list[Quantity], Suspects]:
-        """Tries a step out on the whole batch, and returns what it computes, and what in it may be a cause."""
-        suspects = Suspects()
+        self, trial: Trial, function: _Function, whole: Any, context: _Context | None = None
+    ) -> list[Quantity]:
+        """Tries a step out on the whole batch, and returns what it computes. Notes what in it may be a cause."""
 
         def step(applied: list[Any], assigned: dict[int, Any]) -> list[Quantity]:
-            nonlocal suspects
-            found_optimizers = keras_model.found_optimizers(self._prepare_optimizer)
+            found_optimizers = keras_model.found_optimizers(self._verified.prepare_found)
             with context or contextlib.nullcontext(), plain_step(whole, applied), found_optimizers:
-                outputs = verified.plain(function, whole)
-            suspects = suspects_in(tf_graphs.current())
-            return self._computed.of(applied, outputs, assigned, value_of)
+                outputs = self._verified.plain(function, whole)
+            self._suspects = suspects_in(tf_graphs.current())
+            return self._computed(applied, outputs, assigned, value_of)
 
-        return self._tried(trial, step, in_one_place=True), suspects
+        return self._tried(trial, step, in_one_place=True)
 
     def _tried(
         self, trial: Trial, step: Callable[[list[Any], dict[int, Any]], list[Quantity]], in_one_place: bool = False
@@ -462,7 +406,41 @@ class Verification:
         values = tf.function(lambda: trial.run(run), autograph=False)() if in_graph else trial.run(run)
         return [quantity._replace(value=value) for quantity, value in zip(found, values, strict=True)]
 
-    def _tables(self, verified: Verified, expected: _Quantities, actual: _Quantities) -> tuple[list[Quantity], Any]:
+    def _computed(
+        self, applied: Sequence[Any], outputs: Any, assigned: dict[int, Any], state: Callable[[Any], Any]
+    ) -> list[Quantity]:
+        """Returns what a step has computed. `outputs` are its predictions, or its logs that no metric knows."""
+        updated: set[int] = set()
+        quantities: list[Quantity] = []
+        for number, (optimizer, gradients, given) in enumerate(applied, start=1):
+            variables = keras_model.updated_variables(optimizer, given)
+            updated.update(map(id, variables))
+            of_update = f" in update {number}" if len(applied) > 1 else ""
+            for variable, gradient in zip(variables, gradients, strict=False):
+                if gradient is None:
+                    continue
+                path = f"{variable.path!r}{of_update}"
+                dense = tf.convert_to_tensor(gradient)
+                quantities.append(Quantity(f"the gradient of {path}", f"update {number}", dense))
+                if self._has_rows and isinstance(gradient, tf.IndexedSlices):
+                    # Adam squares each row, before it adds the rows of one index.
+                    squares = tf.IndexedSlices(gradient.values**2, gradient.indices, gradient.dense_shape)
+                    name = f"the sum of squared rows in the gradient of {path}"
+                    quantities.append(Quantity(name, f"rows {number}", tf.convert_to_tensor(squares)))
+        if self._model is None:  # what the step of a loop has assigned, other than by optimizers
+            others = [v for v in assigned.values() if id(v) not in updated and not keras_random.is_seed(v)]
+            return quantities + _values_of(sorted(others, key=lambda variable: variable.path))
+        quantities += [Quantity(f"the tf.Variable {name}", "variables", v.value()) for name, v in self._others.items()]
+        quantities += _state(self._model, updated, state)
+        if self._name == "predict":
+            leaves = tf.nest.flatten(outputs, expand_composites=True)
+            quantities += [Quantity("the predictions", f"predictions {n}", leaf) for n, leaf in enumerate(leaves)]
+        elif isinstance(outputs, dict):
+            logs = [(name, outputs[name]) for name in sorted(outputs) if tf.is_tensor(outputs[name])]
+            quantities += [Quantity(f"logs[{name!r}]", f"log {name}", tf.convert_to_tensor(log)) for name, log in logs]
+        return quantities
+
+    def _tables(self, expected: _Quantities, actual: _Quantities) -> tuple[list[Quantity], Any]:
         """Returns what is compared, and the tables of all ranks, see `table_of`."""
         wanted, others = common(expected, actual)
         if [quantity.name for quantity in wanted] != [quantity.name for quantity in others]:
@@ -472,7 +450,9 @@ class Verification:
                 f"only on the whole batch: {sorted(whole - shares)}; only on shares: {sorted(shares - whole)}",
                 f"The step may depend on the number of examples, or have state of its own in Python.{self._remedy}",
             )
-        return wanted, verified.table_of_all(table_of(wanted, others)[None])
+        table = table_of(wanted, others)[None]
+        is_alone = self._backend.topology.size == 1
+        return wanted, table if is_alone else self._backend.all_gather(table, "keras_dist_verified_table")
 
     def _held(self, judge: Callable[..., np.bool_]) -> Callable[..., np.bool_]:
         """Returns a function that does not keep the model alive: TensorFlow never forgets those that graphs call."""
@@ -486,13 +466,9 @@ class Verification:
         return call
 
     def _judge(
-        self,
-        expected: _Quantities,
-        tables: np.ndarray,
-        total: int,
-        suspects: Suspects,
-        disturbed: np.ndarray | None = None,
-    ) -> None:
+        self, expected: _Quantities, tables: np.ndarray, total: int, suspects: Suspects,
+        disturbed: np.ndarray | None = None, which: str = "",
+    ) -> None:  # fmt: skip
         """Raises the same error on every rank if something differs on one of them."""
         self.steps += 1
         self.compared = len(expected)
@@ -510,9 +486,9 @@ class Verification:
                 for each in wrong[:3]
             )
             more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-            step = self.which or f"step {self.steps}"
             self.error = MismatchError(
-                f"verify: {step} of {self._name} computes something else than one process would.",
+                f"verify: {which or f'step {self.steps}'} of {self._name} computes something else than one process "
+                "would.",
                 f"a batch of {total} examples on {self._backend.num_replicas} replicas: {shown}{more}",
                 likely_cause(wrong, self._backend, suspects, differs_by_rank) + self._remedy,
             )
@@ -539,26 +515,6 @@ class Verification:
                 f"keras_dist: verified {steps} of {self._name}: {self.compared} quantities are those of one process, "
                 f"within {self.largest:.0e}."
             )
-
-
-class Verifications(dict[str, Verification]):
-    """By the kind of a model's steps: `"train"`, `"test"`, `"predict"`."""
-
-    def explain(self, error: BaseException) -> BaseException:
-        """Returns what verification has found if that is the cause of an error, once; else the error."""
-        found = [verification.error for verification in self.values() if verification.error is not None]
-        for verification in self.values():
-            verification.error = None
-        return found[0] if found and isinstance(error, tf.errors.OpError) else error
-
-    def end(self, kind: str) -> bool:
-        """Ends the verification of a kind of steps. Returns False if none of them was verified."""
-        verification = self.get(kind)
-        if verification is None or not verification.steps:
-            return False
-        verification.report()
-        del self[kind]
-        return True
 
 
 def _in_this_graph(outputs: Sequence[Any]) -> list[Any]:

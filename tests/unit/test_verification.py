@@ -247,7 +247,7 @@ def test_layers_that_compute_on_a_share_are_named() -> None:
 
 def test_the_number_of_verified_steps_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     model = keras.Sequential([keras.layers.Dense(1)])
-    found = verification.Verification(Serial(), "fit", model, lambda optimizer: None)
+    found = verification.Verification(Serial(), verification.Verified(), "fit", model)
     found.steps = 1
     found.report()
     assert "keras_dist: verified 1 step of fit: 0 quantities are those of one process" in capsys.readouterr().err

@@ -170,7 +170,7 @@ class SyncEngine:
         if batch.shares and verification is not None:
             step, total = getattr(self._model, f"{kind}_step"), next(iter(batch.shares.values())).total
             tried = Tried(lambda: self._read_shares(batch), run_exactly, None if kind == "predict" else batch.spec)
-            verification.look(distributed, step, tried, tf.constant(total))
+            verification.look(step, tried, tf.constant(total))
         if batch.shares and rows is not None and rows.is_due:
             datas = zip(batch.shares.values(), self._read_shares(batch), strict=True)
             rows.keep([share._replace(data=data) for share, data in datas])

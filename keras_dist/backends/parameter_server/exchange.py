@@ -136,8 +136,8 @@ class ShareStep(Step):
         return results, row[None, :]
 
     def weigh_once(self, gradients: Sequence[Any], is_loss_weighted: bool) -> list[Any]:
-        """Weights gradients, as `weigh_gradients`. Rows of all shares, of `kd.all_reduce`, come from one share only."""
-        weighed = self.weigh_gradients(gradients, is_loss_weighted)
+        """Weights gradients, as `weigh`. Rows of all shares, of `kd.all_reduce`, come from one share only."""
+        weighed = self.weigh(gradients, is_loss_weighted)
         for index, rows in enumerate(gradients):
             if self.is_reduced(rows):
                 count = tf.where(tf.equal(self.position, 0), tf.size(rows.indices), 0)

@@ -368,7 +368,7 @@ class CoreLoop(RankLoop):
             return outputs, gradients_of(traced)
 
         shares = tuple(self._cut(arg) if has_examples(arg) else arg for arg in args)
-        with keras_strategy.unscaled_losses(), whole_batch(self._backend, self._distribute, exact=self.exact):
+        with keras_strategy.unscaled_losses(), whole_batch(self._backend, self.prepare_found, exact=self.exact):
             outputs, gradients = self._strategy.run(replica, args=shares)
         if self._applied is not None:
             self._applied += with_gradients(traced, gradients, self._strategy)
