@@ -31,19 +31,12 @@ from keras_dist.errors import ConfigurationError, NotSupportedError
 from keras_dist.logging import announce_once, logger
 from keras_dist.step import step as step_module
 from keras_dist.step.dependence import StepProof
-from keras_dist.step.step import ConsistencyCheck, Step
+from keras_dist.step.step import Step, consistency_check_of
 
 RULES: dict[str, Callable[[int], float]] = {"linear": float, "sqrt": math.sqrt}
 _SCALED_BY = "_keras_dist_scaled_by"
 # The arguments of Keras's schedules that are rates. The value of a schedule is proportional to them.
-_RATES = {
-    "CosineDecay": ("initial_learning_rate", "warmup_target"),
-    "CosineDecayRestarts": ("initial_learning_rate",),
-    "ExponentialDecay": ("initial_learning_rate",),
-    "InverseTimeDecay": ("initial_learning_rate",),
-    "PiecewiseConstantDecay": ("values",),
-    "PolynomialDecay": ("initial_learning_rate", "end_learning_rate"),
-}
+_RATES = ("initial_learning_rate", "warmup_target", "values", "end_learning_rate")
 
 
 def variable_of(optimizer: Any) -> Any:
@@ -87,23 +80,21 @@ def scale(optimizer: keras.optimizers.Optimizer, rule: str, size: int) -> None:
 def _scaled_schedule(optimizer: Any, factor: float) -> Any:
     """Returns a schedule of the same class with scaled rates, so that saved files do not need keras_dist."""
     try:
-        config = getattr(optimizer, "inner_optimizer", optimizer).get_config()["learning_rate"]
-        rates = _RATES[config["class_name"]] if config["module"] == "keras.optimizers.schedules" else ()
+        schedule = getattr(optimizer, "inner_optimizer", optimizer).get_config()["learning_rate"]
+        is_kerass = schedule["module"] == "keras.optimizers.schedules"
     except (KeyError, TypeError, NotImplementedError):
-        rates = ()
-    if not rates:
+        is_kerass = False
+    if not is_kerass:
         raise NotSupportedError(
             "This learning rate cannot be scaled: it is neither a number nor one of Keras's schedules.",
             f"an optimizer {optimizer.name!r} with another schedule or function",
             "Leave `scale_learning_rate` out, and multiply by kd.num_replicas() inside your schedule.",
         )
-    scaled = dict(config["config"])
-    for name in rates:
-        if isinstance(scaled[name], list | tuple):
-            scaled[name] = [rate * factor for rate in scaled[name]]
-        elif scaled[name] is not None:
-            scaled[name] = scaled[name] * factor
-    return keras.optimizers.schedules.deserialize({**config, "config": scaled})
+    scaled = {
+        name: keras.tree.map_structure(lambda rate: rate and rate * factor, value) if name in _RATES else value
+        for name, value in schedule["config"].items()
+    }
+    return keras.optimizers.schedules.deserialize({**schedule, "config": scaled})
 
 
 # Which output of an operation has each index once.
@@ -253,13 +244,13 @@ def outside_of_a_step(call: str) -> ConfigurationError:
 _ATTACHED = "_keras_dist_optimizer"
 
 
-def distribute_optimizer(optimizer: keras.Optimizer, backend: Backend, consistency: ConsistencyCheck) -> None:
+def distribute_optimizer(optimizer: keras.Optimizer, backend: Backend) -> None:
     """Makes an optimizer (the outermost, if nested) reduce its gradients over all ranks. A second call does nothing."""
     if getattr(optimizer, _ATTACHED, None) is not None:
         return
     # The replicas of one process share the accumulators, so their gradients are summed in each step.
     accumulates = optimizer.gradient_accumulation_steps and backend.topology.size > 1 and backend.replicas == 1
-    reducer = (_AccumulatingReducer if accumulates else _Reducer)(optimizer, backend, consistency)
+    reducer = (_AccumulatingReducer if accumulates else _Reducer)(optimizer, backend)
     attach(optimizer, _ATTACHED, reducer)
     reducer.attach()
     logger().debug("optimizer %s: its gradients are summed over the ranks", optimizer.name)
@@ -406,10 +397,10 @@ def _why_not_fused(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any
 
 
 class _Reducer:
-    def __init__(self, optimizer: Any, backend: Backend, consistency: ConsistencyCheck) -> None:
+    def __init__(self, optimizer: Any, backend: Backend) -> None:
         self._optimizer = optimizer
         self._backend = backend
-        self._consistency = consistency
+        self._consistency = consistency_check_of(backend.topology.size)
 
     def attach(self) -> None:
         # Not around `once`, in which other replicas continue with their steps.
@@ -444,7 +435,7 @@ class _Reducer:
     def _reduce(self, gradients: Sequence[Any], step: Step, fingerprint: Any) -> list[Any]:
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
         summands = [gradients[index] for index in present]
-        row = self._consistency.row(fingerprint, sum_of(self._optimizer))
+        row = tf.stack([tf.cast(number, tf.float32) for number in (fingerprint, sum_of(self._optimizer))])
         worked = None if step.stopwatch is None else step.stopwatch.worked(after=summands)
         row = row if worked is None else tf.concat([row, worked[None]], 0)
         sums, table = self._backend.all_reduce(summands, row, step.next_name("gradients"))
@@ -466,8 +457,8 @@ class _AccumulatingReducer(_Reducer):
     counts once, on whichever rank it is: `weights.synchronize` moves it to the chief, whose state is saved.
     """
 
-    def __init__(self, optimizer: Any, backend: Backend, consistency: ConsistencyCheck) -> None:
-        super().__init__(optimizer, backend, consistency)
+    def __init__(self, optimizer: Any, backend: Backend) -> None:
+        super().__init__(optimizer, backend)
         with tf.device("CPU:0"), tf.init_scope():
             self._folded = tf.Variable(0, dtype=tf.int64, trainable=False, name="keras_dist_folded")
 

@@ -234,12 +234,8 @@ class ConsistencyCheck:
         with tf.device("CPU:0"), tf.init_scope():
             self._rows = tf.Variable(tf.zeros([size, 2]), trainable=False, name="keras_dist_rows")
 
-    def row(self, fingerprint: Any, learning_rate: Any) -> Any:
-        """Returns this rank's row, a float32 tensor of shape `(2,)`."""
-        return tf.stack([tf.cast(fingerprint, tf.float32), tf.cast(learning_rate, tf.float32)])
-
     def check(self, rows: Any, tensors: Sequence[Any]) -> list[Any]:
-        """Returns `tensors`, or fails if the rows differ."""
+        """Returns `tensors`, or fails if the rows differ: the fingerprint of a rank's batch, and its learning rate."""
         are_equal = tf.reduce_all(tf.equal(rows, rows[:1]) | (tf.math.is_nan(rows) & tf.math.is_nan(rows[:1])))
         text = f"{_MARK} (a row per rank: fingerprint of its batch, learning rate)"
 

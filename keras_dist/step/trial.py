@@ -209,11 +209,8 @@ class _Applied(list[Any]):
             for variable in (*keras_model.updated_variables(optimizer, variables), *state_of(optimizer)):
                 self._trial.note(variable)
         # A variable in which the step accumulates gradients is set to zero after the update.
-        super().append((optimizer, [_now(gradient) for gradient in gradients], variables))
-
-
-def _now(gradient: Any) -> Any:
-    return tf.convert_to_tensor(gradient) if isinstance(gradient, tf.Variable | keras.Variable) else gradient
+        now = [tf.convert_to_tensor(g) if isinstance(g, tf.Variable | keras.Variable) else g for g in gradients]
+        super().append((optimizer, now, variables))
 
 
 @contextlib.contextmanager

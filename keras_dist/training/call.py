@@ -12,10 +12,11 @@ import keras
 import tensorflow as tf
 
 from keras_dist.compat import keras_fit, keras_model
-from keras_dist.data.shares import Share, Shares
+from keras_dist.data.shares import Share, Shares, any_batch_size
 from keras_dist.logging import logger
 from keras_dist.step import step as step_module
 from keras_dist.step.step import Step
+from keras_dist.training.own_code import as_tensors
 
 
 @dataclasses.dataclass(eq=False)
@@ -70,7 +71,9 @@ def build(model: keras.Model, num_replicas: int, step: Callable[[Any], Any], spe
         spec = spec.parts[0] if isinstance(spec, Shares) else spec
         spec = spec.data if isinstance(spec, Share) else spec
     else:
-        spec = tf.nest.map_structure(_spec_of, batch)
+        spec = tf.nest.map_structure(
+            lambda leaf: leaf if leaf is None else any_batch_size(tf.type_spec_from_value(leaf)), as_tensors(batch)
+        )
     try:
         if keras_model.has_call(model):
             keras_model.build(model, spec)
@@ -99,12 +102,3 @@ def _trace(step: Callable[[Any], Any], num_replicas: int, spec: Any) -> None:
 
     spec = tf.nest.map_structure(lambda part: None if isinstance(part, tf.OptionalSpec) else part, spec)
     tf.function(run, autograph=False).get_concrete_function(spec)
-
-
-def _spec_of(leaf: Any) -> Any:
-    if leaf is None:
-        return None
-    if isinstance(leaf, tf.RaggedTensor | tf.SparseTensor):
-        return tf.type_spec_from_value(leaf)
-    tensor = tf.convert_to_tensor(leaf)
-    return tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)

@@ -34,7 +34,7 @@ from keras_dist.step.optimizer import build_at_once, optimizers_of, parts_of, va
 from keras_dist.step.step import Stopwatch, explain_check
 from keras_dist.step.whole_batch import compiled_layers, explain_compilation
 from keras_dist.training import own_code, refusals
-from keras_dist.training.call import Call, build
+from keras_dist.training.call import Call
 from keras_dist.training.interrupts import interrupts_of
 from keras_dist.training.options import Options
 from keras_dist.training.refusals import ATTACHED, DISTRIBUTED
@@ -72,8 +72,6 @@ class DistributedModel(Verified):
         self.stopwatch: Stopwatch | None = None
         self.loss_of_rank: Loss | None = None  # of the last epoch, before that of all ranks was known
         self.given: Any = None  # the dataset that Keras has passed last
-        self.distribute: Callable[[tf.data.Dataset], tf.data.Dataset] | None = None  # as it was, a part of it
-        self.element_spec: Any = None  # of the script's own batches, from which Keras builds a model
         self._groups_next = False
         self.extended = keras_fit.StrategyExtension()
         self.logs = Logs(model, backend.topology.is_chief)
@@ -322,24 +320,14 @@ class DistributedModel(Verified):
         return losses.of_own_function(self._backend, counted, function, (call.args, call.kwargs))
 
     def _symbolic_build(self, call: Call) -> None:
-        refusals.check_model(self._model)
-        step, spec = getattr(self._model, f"{self._kind}_step"), None
-        if (iterator := call.get("iterator")) is not None:
-            self.prepare(iterator)
-            self._fitting.watch(iterator, self.given, self.distribute)
-            spec = self.element_spec
-        build(self._model, self._backend.num_replicas, step, spec, call.get("data_batch"))
-        self._check_strategy()  # metrics have variables only now
-        self._backend.check_variables(self._model.variables)
+        """Builds the model before its first step."""
+        raise NotImplementedError
 
     # --- The strategy that Keras uses ---
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """Does nothing: variables are ordinary ones."""
         return contextlib.nullcontext()
-
-    def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> Any:
-        raise NotImplementedError
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...] = ()) -> Any:
         """Runs one step of Keras and returns its result for the global batch."""
@@ -353,9 +341,6 @@ class DistributedModel(Verified):
             return self._run(function, batch)
         step = functools.partial(self._run, function, batch)
         return verification.run(function, batch, self._total_of(batch), step)
-
-    def prepare(self, epoch_iterator: Any) -> None:
-        """Called once Keras knows the number of batches in an epoch."""
 
     def _kind_of(self, function: Callable[..., Any]) -> str | None:
         """Returns `"train"` or `"test"` if a function is the model's step of that kind, `None` for `predict`."""

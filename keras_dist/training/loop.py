@@ -275,7 +275,9 @@ class ReplicaLoop(RankLoop):
         of_ranks = combined(self._backend, of_rank) if topology.size > 1 else contextlib.nullcontext()
         with whole_batch(self._backend, self.prepare_found, exact=self.exact), of_ranks:
             outputs = self._backend.run(run, shares.counts)
-        return tf.nest.map_structure(_of_each_replica, *outputs)
+        return tf.nest.map_structure(
+            lambda *values: tf_compat.per_replica(values) if tf.is_tensor(values[0]) else values[-1], *outputs
+        )
 
     def _reduce(self, operation: str, value: Any) -> Any:
         if isinstance(value, tf.distribute.DistributedValues):
@@ -294,7 +296,3 @@ def has_examples(arg: Any) -> bool:
     """True if an argument of `kd.run` is a batch: a structure of tensors that are no scalars."""
     leaves = tf.nest.flatten(arg)
     return bool(leaves) and all(tf.is_tensor(leaf) and leaf.shape.rank != 0 for leaf in leaves)
-
-
-def _of_each_replica(*values: Any) -> Any:
-    return tf_compat.per_replica(values) if tf.is_tensor(values[0]) else values[-1]

@@ -35,7 +35,7 @@ from keras_dist.step.optimizer import distribute_optimizer, optimizers_of
 from keras_dist.step.step import Fingerprints, Step, check_seen, check_shapes, consistency_check_of
 from keras_dist.step.whole_batch import combined_assignments, whole_batch
 from keras_dist.training import refusals
-from keras_dist.training.call import Call
+from keras_dist.training.call import Call, build
 from keras_dist.training.distributed import DistributedModel
 from keras_dist.training.loop import Loop, RankLoop, ReplicaLoop
 from keras_dist.training.options import Options
@@ -79,6 +79,8 @@ class RankModel(DistributedModel):
         self._read_as(options.data)
         self._to_group: tuple[tf.data.Dataset, str] | None = None
         self._constants: list[tuple[str, str, str]] = []
+        self.distribute: Callable[[tf.data.Dataset], tf.data.Dataset] | None = None  # as it was, a part of it
+        self.element_spec: Any = None  # of the script's own batches, from which Keras builds a model
         with tf.device("CPU:0"), tf.init_scope():
             self._last_count = tf.Variable(0, trainable=False, name="keras_dist_last_count")
             self._fingerprint = tf.Variable(0, dtype=tf.int64, trainable=False, name="keras_dist_fingerprint")
@@ -92,7 +94,7 @@ class RankModel(DistributedModel):
         self._state_is_broadcast = False
 
     def _prepare_optimizer(self, optimizer: Any) -> None:
-        distribute_optimizer(optimizer, self._backend, self._consistency)
+        distribute_optimizer(optimizer, self._backend)
 
     # --- fit, evaluate, predict ---
 
@@ -134,6 +136,17 @@ class RankModel(DistributedModel):
             self._backend.all_gather_object(call)
 
     # --- What Keras calls inside fit, evaluate and predict ---
+
+    def _symbolic_build(self, call: Call) -> None:
+        refusals.check_model(self._model)
+        step, spec = getattr(self._model, f"{self._kind}_step"), None
+        if (iterator := call.get("iterator")) is not None:
+            self.prepare(iterator)
+            self._fitting.watch(iterator, self.given, self.distribute)
+            spec = self.element_spec
+        build(self._model, self._backend.num_replicas, step, spec, call.get("data_batch"))
+        self._check_strategy()  # metrics have variables only now
+        self._backend.check_variables(self._model.variables)
 
     def _make_predict_function(self, call: Call) -> None:
         """Lets Ctrl-C stop all ranks before the same step."""
@@ -275,6 +288,7 @@ class RankModel(DistributedModel):
         return sources.shares_of_rank(dataset, mode, self._backend)
 
     def prepare(self, epoch_iterator: Any) -> None:
+        """Called once Keras knows the number of batches in an epoch."""
         dataset, counted = keras_fit.distributed_dataset(epoch_iterator), epoch_iterator.data_adapter.num_batches
         if self._to_group is not None and dataset is self._to_group[0]:
             size, per_epoch = self._backend.num_replicas, epoch_iterator.steps_per_epoch
@@ -450,7 +464,7 @@ class LocalTraining(Backend):
             model(target, self, options).attach()
         else:
             options.scale(target, self.num_replicas)
-            distribute_optimizer(target, self, consistency_check_of(self.topology.size))
+            distribute_optimizer(target, self)
 
     @functools.cached_property
     def loop(self) -> Loop:

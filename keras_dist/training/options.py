@@ -226,8 +226,10 @@ class Tuning(keras.callbacks.Callback):
                 # The end of data of unknown length counts as a step, but not of one that XLA compiles.
                 way = PLAIN if steps_left is not None and steps_left < 1 else self._way
                 self._put_together(number, way)
-                began = time.perf_counter()
-                with self._made_in(way):
+                optimizer, began = self._model.optimizer, time.perf_counter()
+                with contextlib.ExitStack() as stack:
+                    if way == UPDATE:
+                        stack.enter_context(attached(optimizer, "apply", fused(optimizer, plain_apply(optimizer))))
                     yield step, step + number - 1, iterator
                 self._took(number, time.perf_counter() - began, steps_left)
         finally:
@@ -236,13 +238,6 @@ class Tuning(keras.callbacks.Callback):
     def _put_together(self, number: int, way: str = PLAIN) -> None:
         self._executions.set(number, way)
         self._model.make_train_function()
-
-    def _made_in(self, way: str) -> contextlib.AbstractContextManager[None]:
-        """The context of an execution in a way, the first of which is traced."""
-        if way != UPDATE:
-            return contextlib.nullcontext()
-        optimizer = self._model.optimizer
-        return attached(optimizer, "apply", fused(optimizer, plain_apply(optimizer)))
 
     def _took(self, number: int, seconds: float, left: int | None) -> None:
         if self._number is not None:

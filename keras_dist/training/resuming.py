@@ -21,7 +21,7 @@ from keras_dist.callbacks import Commit, inner_of
 from keras_dist.comm import processes
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, tf_data
-from keras_dist.compat.keras_model import attach
+from keras_dist.compat.keras_model import attach, attached
 from keras_dist.data import pipeline
 from keras_dist.data.shares import Share, Shares
 from keras_dist.errors import ConfigurationError, MismatchError
@@ -398,9 +398,7 @@ class CommittedRun(keras.callbacks.Callback):
 class FitExtensions:
     """What is around each call of `fit` of one model: a `Commit` in its callbacks, and the tuning of steps."""
 
-    def __init__(
-        self, model: keras.Model, backend: Backend, optimizers: Optimizers, tuning: Tuning | None
-    ) -> None:
+    def __init__(self, model: keras.Model, backend: Backend, optimizers: Optimizers, tuning: Tuning | None) -> None:
         self._new_run = functools.partial(CommittedRun, model, backend, optimizers)
         self._run: CommittedRun | None = None  # if there is a `Commit`
         self._of_fit = contextlib.ExitStack()
@@ -408,8 +406,9 @@ class FitExtensions:
 
     @contextlib.contextmanager
     def fit(self) -> Iterator[None]:
-        tuning = contextlib.nullcontext() if self._tuning is None else self._tuning.fit()
-        with contextlib.ExitStack() as self._of_fit, tuning:
+        with contextlib.ExitStack() as self._of_fit:
+            if self._tuning is not None:
+                self._of_fit.enter_context(self._tuning.fit())
             yield
 
     def arrange(self, given: Any, arranged: Any) -> Any:
@@ -428,19 +427,16 @@ class FitExtensions:
                     "Give each call of `fit` a directory of its own, such as Commit('commits/warmup') and "
                     "Commit('commits/finetune'). To train from the start, delete the folder and start again.",
                 )
-            self._run = run = self._new_run(found, callbacks)
-            self._of_fit.callback(self._end, found, run)
+            run = self._new_run(found, callbacks)
+            self._of_fit.callback(run.close)
+            self._of_fit.enter_context(attached(self, "_run", run))
+            self._of_fit.enter_context(attached(found, "is_arranged", True))
             self._of_fit.enter_context(run.interrupts.terminable())
-            found.is_arranged = True
             before = keras.callbacks.LambdaCallback(
                 on_train_begin=lambda logs: run.load(), on_epoch_begin=lambda epoch, logs: run.begin_epoch(epoch)
             )
             arranged = [before, *as_list(arranged), run]
         return arranged if self._tuning is None else self._tuning.arrange(given, arranged)
-
-    def _end(self, settings: Commit, run: CommittedRun) -> None:
-        self._run, settings.is_arranged = None, False
-        run.close()
 
     def ordered(self, source: Any) -> Any:
         """Returns the training data as they have to be read: in an order that can be made again. After `arrange`."""

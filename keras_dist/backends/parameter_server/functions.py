@@ -25,7 +25,7 @@ from keras_dist.step import optimizer as optimizers
 from keras_dist.step import step as step_module
 from keras_dist.step.gathering import place
 from keras_dist.step.metrics import counted_by_share
-from keras_dist.step.step import Step, consistency_check_of
+from keras_dist.step.step import Step
 from keras_dist.step.whole_batch import compiled_layers, whole_batch
 from keras_dist.training.distributed import DistributedModel
 
@@ -158,7 +158,7 @@ def prepare_optimizer(optimizer: Any, backend: Coordinator) -> None:
 def _replace_apply(optimizer: Any, backend: Coordinator) -> None:
     is_sync = backend.mode == "sync"  # otherwise a step is on a whole batch
     if is_sync:
-        optimizers.distribute_optimizer(optimizer, backend, consistency_check_of(backend.topology.size))
+        optimizers.distribute_optimizer(optimizer, backend)
     unrecorded = optimizer.apply if is_sync else getattr(optimizer, _PLAIN_APPLY)
 
     def apply(grads: Any, trainable_variables: Any = None) -> Any:

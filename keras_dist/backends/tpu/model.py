@@ -24,7 +24,6 @@ from keras_dist.state.weights import not_additive
 from keras_dist.step import step as step_module
 from keras_dist.step.gathering import whole_draws
 from keras_dist.step.optimizer import build_optimizer, distribute_optimizer, parts_of
-from keras_dist.step.step import consistency_check_of
 from keras_dist.training import options
 from keras_dist.training.call import Call
 from keras_dist.training.distributed import DistributedModel
@@ -327,7 +326,7 @@ class TPUModel(DistributedModel):
 def prepare_optimizer(optimizer: Any, backend: Backend) -> None:
     """Makes an optimizer sum its gradients over the cores before anything else. Keras itself sums them later."""
     if backend.num_replicas > 1:
-        distribute_optimizer(optimizer, backend, consistency_check_of(backend.topology.size))
+        distribute_optimizer(optimizer, backend)
     for part in parts_of(optimizer):
         keras_strategy.skip_gradient_reduction(part)
 
