@@ -16,7 +16,7 @@ from keras_dist.data.shares import Share, Shares, any_batch_size
 from keras_dist.logging import logger
 from keras_dist.step import step as step_module
 from keras_dist.step.step import Step
-from keras_dist.training.own_code import as_tensors
+from keras_dist.training.trial import as_tensors
 
 
 @dataclasses.dataclass(eq=False)

@@ -33,13 +33,14 @@ from keras_dist.step.metrics import Logs, as_number, flat
 from keras_dist.step.optimizer import build_at_once, optimizers_of, parts_of, variables_of
 from keras_dist.step.step import Stopwatch, explain_check
 from keras_dist.step.whole_batch import compiled_layers, explain_compilation
-from keras_dist.training import own_code, refusals
+from keras_dist.training import refusals
 from keras_dist.training.call import Call
 from keras_dist.training.interrupts import interrupts_of
 from keras_dist.training.options import Options
 from keras_dist.training.refusals import ATTACHED, DISTRIBUTED
 from keras_dist.training.resuming import FitExtensions
 from keras_dist.training.synchronizer import as_list, is_writer, on_chief, sees_batches, with_synchronizers
+from keras_dist.training.trial import FirstRows, is_in_step, without_graph
 from keras_dist.training.verification import CALLS, Verification, Verified, suspects_in, tell_inexact
 
 # Calls that all ranks make together.
@@ -68,7 +69,7 @@ class DistributedModel(Verified):
         self.exact = bool(options.exact)
         self.interrupts = interrupts_of(backend)
         self.is_local = False
-        self.first_rows: dict[str, own_code.FirstRows] = {}  # of the kinds of steps that will be checked
+        self.first_rows: dict[str, FirstRows] = {}  # of the kinds of steps that will be checked
         self.stopwatch: Stopwatch | None = None
         self.loss_of_rank: Loss | None = None  # of the last epoch, before that of all ranks was known
         self.given: Any = None  # the dataset that Keras has passed last
@@ -380,8 +381,8 @@ class DistributedModel(Verified):
 
         if self.options.checks_own_code(self._backend) and kind not in self._is_checked:
             self._is_checked.add(kind)
-            if own_code.is_in_step(self._model, kind):
-                self.first_rows[kind] = own_code.FirstRows(self._backend)
+            if is_in_step(self._model, kind):
+                self.first_rows[kind] = FirstRows(self._backend)
         return checked
 
     def _noted(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -441,7 +442,7 @@ class DistributedModel(Verified):
             if optimizer.built and len([*parts_of(optimizer)]) == 1:  # others count if their gradients are finite
                 keras_model.update_without_gradients(optimizer)
 
-    def _check_own_code(self, kind: str, rows: own_code.FirstRows) -> None:
+    def _check_own_code(self, kind: str, rows: FirstRows) -> None:
         """Compares a step on the first rows of its batch with one process."""
         if self.exact:
             refusals.check_draws(suspects_in(rows.graph).random)
@@ -451,7 +452,7 @@ class DistributedModel(Verified):
             step = getattr(self._model, f"{kind}_step")
             verification = Verification(self._backend, self, CALLS[kind], self._model)
             which = "a step in the second epoch" if rows.is_last else "step 1"
-            with own_code.without_graph(self._model, self._optimizers()), self.logs.frozen():
+            with without_graph(self._model, self._optimizers()), self.logs.frozen():
                 trial = rows.trial(self._model, self._optimizers(), self.counters)
                 is_compared = verification.check(step, batch, trial, rows.graph, which)
         rows.is_last |= not is_compared

@@ -29,7 +29,7 @@ from keras_dist.step.optimizer import all_reduce
 from keras_dist.step.step import Step, consistency_check_of
 from keras_dist.step.whole_batch import change_of, whole_batch
 from keras_dist.training.options import Options
-from keras_dist.training.own_code import batch_of_all_ranks
+from keras_dist.training.trial import batch_of_all_ranks
 from keras_dist.training.verification import Verification, Verified
 
 

@@ -39,8 +39,8 @@ from keras_dist.training.call import Call, build
 from keras_dist.training.distributed import DistributedModel
 from keras_dist.training.loop import Loop, RankLoop, ReplicaLoop
 from keras_dist.training.options import Options
-from keras_dist.training.own_code import as_tensors, batch_of_all_ranks, gather_rows, real_rows
 from keras_dist.training.resuming import FitExtensions
+from keras_dist.training.trial import as_tensors, batch_of_all_ranks, gather_rows, real_rows
 
 _TUNING = "_keras_dist_tuning"
 # The models that `kd.distribute` got. They themselves stay as they are.

@@ -27,8 +27,8 @@ from keras_dist.data import sources
 from keras_dist.errors import ConfigurationError, NotSupportedError, check_choice
 from keras_dist.logging import announce, logger
 from keras_dist.step.optimizer import RULES, fused, is_large, scale
-from keras_dist.training.own_code import is_in_step
 from keras_dist.training.synchronizer import as_list, needs_single_steps
+from keras_dist.training.trial import is_in_step
 
 _MOST = 32
 PLAIN, UPDATE, ALL = WAYS = "as it is", "with its update compiled by XLA", "compiled by XLA"  # to make a step

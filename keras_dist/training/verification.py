@@ -25,7 +25,7 @@ from keras_dist.data.shares import row_count
 from keras_dist.errors import MismatchError
 from keras_dist.logging import announce, announce_once
 from keras_dist.step.optimizer import optimizers_of
-from keras_dist.step.trial import (
+from keras_dist.training.trial import (
     Difference,
     Quantity,
     Trial,

@@ -16,9 +16,17 @@ from keras_dist.backends.local.serial import Serial
 from keras_dist.compat import keras_layers, keras_random
 from keras_dist.compat.keras_model import Attributes
 from keras_dist.environment import Topology
-from keras_dist.step.trial import Difference, Quantity, Trial, differences_in, precisions_of_float32, table_of
-from keras_dist.training import own_code, verification
+from keras_dist.training import verification
 from keras_dist.training.options import Options
+from keras_dist.training.trial import (
+    Difference,
+    Quantity,
+    Trial,
+    differences_in,
+    is_in_step,
+    precisions_of_float32,
+    table_of,
+)
 
 FLOAT32 = 3.5e-4
 
@@ -172,7 +180,7 @@ def model_of(cls: Any = keras.Sequential, own: Any = None, **options: Any) -> ke
 )  # fmt: skip
 def test_which_steps_run_code_of_the_script(kinds: str, arguments: dict[str, Any]) -> None:
     model = model_of(**arguments)
-    assert [kind for kind in ("train", "test") if own_code.is_in_step(model, kind)] == kinds.split()
+    assert [kind for kind in ("train", "test") if is_in_step(model, kind)] == kinds.split()
 
 
 def test_draws_of_the_script_are_those_without_a_check() -> None:

@@ -13,8 +13,7 @@ from keras_dist.data import shares
 from keras_dist.data.shares import Share, Shares
 from keras_dist.errors import NotSupportedError
 from keras_dist.step.step import Step, check_shapes
-from keras_dist.step.trial import epsilon
-from keras_dist.training.own_code import as_tensors, rows_of_all
+from keras_dist.training.trial import as_tensors, epsilon, rows_of_all
 
 NO_FINGERPRINT = 0.0  # of a share: there is one reader, whose data nobody compares
 

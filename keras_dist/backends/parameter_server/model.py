@@ -23,11 +23,10 @@ from keras_dist.data.shares import Shares
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
 from keras_dist.step.optimizer import build_optimizer, parts_of, variables_of
-from keras_dist.step.trial import descending, state_of
 from keras_dist.training.call import Call
 from keras_dist.training.model import ReplicaModel
 from keras_dist.training.options import Options
-from keras_dist.training.own_code import FirstRows
+from keras_dist.training.trial import FirstRows, descending, state_of
 
 _SMALL = 2**24  # numbers of a variable
 

@@ -28,7 +28,7 @@ from keras_dist.training import options
 from keras_dist.training.call import Call
 from keras_dist.training.distributed import DistributedModel
 from keras_dist.training.options import Executions, Options
-from keras_dist.training.own_code import as_tensors
+from keras_dist.training.trial import as_tensors
 
 
 class TPUModel(DistributedModel):

@@ -1,10 +1,17 @@
-"""A step that is run to look at what it computes: everything that it assigns is undone, and numbers are compared."""
+"""A step that is run to look at what it computes: everything that it assigns is undone, and numbers are compared.
+
+The check that is on by default: where a step runs code that is not Keras's, it is compared with one process. The first
+step of `fit` and of `evaluate` keeps the first rows of its batch, a few of each replica. After it, the step is tried
+out on them without a graph, on shares and in one place (`verification.py`). So nothing is traced for it, and no whole
+batch is gathered.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -12,10 +19,16 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist.compat import keras_model, tf_compat, tf_graphs
+from keras_dist.comm.backend import Backend
+from keras_dist.compat import keras_fit, keras_model, keras_random, tf_compat, tf_graphs
 from keras_dist.compat.keras_model import Attributes, attached
+from keras_dist.data import sources
+from keras_dist.data.shares import Share, Shares, first_rows, joined
+from keras_dist.logging import without_notes_of_tensorflow
+from keras_dist.state import snapshot
 from keras_dist.step import step as step_module
 from keras_dist.step.optimizer import build_at_once, parts_of, variables_of
+from keras_dist.step.step import check_shapes
 
 # Differences below this part of the group's largest value are rounding: values that cancel each other out.
 _FLOOR = 0.1
@@ -245,4 +258,214 @@ def plain_step(data: Any, applied: list[Any]) -> Iterator[None]:
     """The context of a step on the whole batch in this process, as without keras_dist. `applied` as in `Step`."""
     one, none = tf.constant(1), tf.constant(0.0)
     with step_module.entered(step_module.Step(one, one, none, data=data, is_plain=True, applied=applied)):
+        yield
+
+
+def gather_rows(backend: Backend, rows: Any, name: str) -> Any:
+    """Concatenates the rows of all ranks, in the order of the global batch. `name` must be unique in a step."""
+    if backend.topology.size == 1:
+        return rows
+    if isinstance(rows, tf.RaggedTensor):
+        lengths = backend.all_gather(rows.row_lengths(), f"{name}_lengths")
+        return tf.RaggedTensor.from_row_lengths(gather_rows(backend, rows.values, f"{name}_values"), lengths)
+    if rows.dtype == tf.string:  # collectives send numbers only
+        lengths, characters = sources.characters_of(tf.reshape(rows, [-1]))
+        lengths = backend.all_gather(lengths, f"{name}_lengths")
+        strings = sources.strings_of(lengths, backend.all_gather(characters, f"{name}_characters"))
+        return tf.reshape(strings, tf.concat([[-1], tf.shape(rows)[1:]], 0))
+    if rows.dtype == tf.bool:
+        return tf.cast(gather_rows(backend, tf.cast(rows, tf.int32), name), tf.bool)
+    if tf.executing_eagerly() or None in rows.shape[1:]:
+        rows = check_shapes(backend.all_gather(tf.shape(rows)[None, 1:], f"{name}_shapes"), rows)
+    return backend.all_gather(rows, name)
+
+
+def real_rows(output: Any, count: Any) -> Any:
+    """Returns all rows, or none if the share is empty and its only row a placeholder."""
+    rows = output.nrows() if isinstance(output, tf.RaggedTensor) else tf.shape(output, out_type=tf.int64)[0]
+    return output[: tf.where(count > 0, rows, tf.zeros_like(rows))]
+
+
+def batch_of_all_ranks(backend: Backend, share: Share | Shares) -> Any:
+    """Returns the whole batch from the shares of all ranks, or of all their replicas. Every rank must call it."""
+    numbers = itertools.count()
+    if isinstance(share, Shares):
+        share = joined(share)._replace(data=batch_of_shares(share.parts))
+
+    def of_all(rows: Any) -> Any:
+        return gather_rows(backend, real_rows(rows, share.count), f"keras_dist_verified_{next(numbers)}")
+
+    return tf.nest.map_structure(functools.partial(rows_of_all, of_all), share.data)
+
+
+def batch_of_shares(shares: Sequence[Share]) -> Any:
+    """Returns the whole batch from its shares in this process."""
+
+    def of_all(*parts: Any) -> Any:
+        return tf.concat([real_rows(part, share.count) for part, share in zip(parts, shares, strict=True)], 0)
+
+    return tf.nest.map_structure(functools.partial(rows_of_all, of_all), *[share.data for share in shares])
+
+
+def rows_of_all(of_all: Callable[..., Any], *leaves: Any) -> Any:
+    """Returns one tensor of a batch from its shares' tensors, which `of_all` concatenates; the first without rows."""
+    first = leaves[0]
+    if isinstance(first, tf.SparseTensor):
+        return tf.sparse.from_dense(of_all(*map(tf.sparse.to_dense, leaves)))
+    has_rows = isinstance(first, tf.RaggedTensor) or (isinstance(first, tf.Tensor) and first.shape.rank != 0)
+    return of_all(*leaves) if has_rows else first
+
+
+def as_tensors(batch: Any) -> Any:
+    """Converts the arrays of a batch to tensors."""
+
+    def tensor(leaf: Any) -> Any:
+        stays = leaf is None or isinstance(leaf, tf.RaggedTensor | tf.SparseTensor)
+        return leaf if stays else tf.convert_to_tensor(leaf)
+
+    return tf.nest.map_structure(tensor, batch)
+
+
+_ROWS = 2  # of each replica; the first one has one more
+
+
+_FUNCTIONS_OF_LAYERS = ("activation", "recurrent_activation", "activity_regularizer")  # which see examples
+
+
+def is_in_step(model: keras.Model, kind: str) -> bool:
+    """True if a step of a model, of the kind `"train"` or `"test"`, runs code that is not Keras's own, or eagerly."""
+    if model.run_eagerly:  # there is no graph to read anything from
+        return True
+    methods = (f"{kind}_step", "compute_loss", "compute_metrics")
+    if any(keras_fit.is_overridden(model, method) for method in methods):
+        return True
+    layers = keras_model.flatten_layers(model)
+    if any(keras_model.has_operations(layer) for layer in layers):  # Keras's, but put together by the script
+        return True
+    if any(map(keras_model.may_mix_examples, layers)):
+        return True
+    functions = [getattr(layer, "function", type(layer).call) for layer in layers]  # a `Lambda` has a `function`
+    functions += [getattr(layer, name, None) for layer in layers for name in _FUNCTIONS_OF_LAYERS]
+    passed = keras_model.compile_arguments(model)
+    parts = [part for name in ("loss", "metrics", "weighted_metrics") for part in keras.tree.flatten(passed.get(name))]
+    parts += [*keras_model.flat_metrics(model), *([model.optimizer] if kind == "train" else [])]
+    return any(_is_own(part) for part in functions + parts)
+
+
+def _is_own(part: Any) -> bool:
+    if isinstance(part, keras.Metric):
+        return keras_model.has_own_update(part)
+    is_object = isinstance(part, keras.losses.Loss | keras.optimizers.Optimizer)
+    function = getattr(part, "fn", None) or (type(part) if is_object else part)
+    return callable(function) and not keras_model.is_kerass(function)
+
+
+class FirstRows:
+    """Keeps the first rows of a batch, and the graph of the step.
+
+    They are kept twice: in the first step, and in the middle of the second epoch. What does not count in the first step
+    may count there: entries that are masked, a term of the loss with a weight that a callback raises.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.is_due = True  # the next step that runs keeps rows
+        self.is_last = False
+        self._steps = 0  # of this epoch
+        self._waits = -1  # so many steps for the second time, if that is in this epoch
+        self._specs: Any = None
+        self._kept: list[Any] = []  # variables, one for each tensor of the rows
+        self.graph: Any = None  # `None` of a step that runs eagerly
+        self.away: Sequence[tf.Variable] = ()  # variables in the graph for which copies stand in the trial
+        with _outside():
+            self._count = tf.Variable(-1, trainable=False, name="keras_dist_first_count")
+
+    def begin_step(self) -> None:
+        self._steps += 1
+        self._waits -= 1
+        if self._waits == -1:
+            self._count.assign(-1)
+            self.is_due = self.is_last = True
+
+    def end_epoch(self) -> None:
+        self._waits, self._steps = self._steps // 2, 0
+
+    def keep(self, shares: Sequence[Share]) -> None:
+        """Keeps rows, in a step that runs as `is_due`."""
+        more = int(self._backend.topology.is_chief)
+        parts = [first_rows(share, _ROWS + (more if index == 0 else 0)) for index, share in enumerate(shares)]
+        data = batch_of_shares(parts) if len(parts) > 1 else parts[0].data
+        tensors = [leaf for leaf in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(leaf)]
+        if any(tensor.dtype in (tf.resource, tf.variant) for tensor in tensors):
+            return
+        if self._kept and [tensor.dtype for tensor in tensors] != [variable.dtype for variable in self._kept]:
+            return  # an evaluation on other data
+        self.note_graph()
+        if not self._kept:
+            self._specs = tf.nest.map_structure(
+                lambda leaf: None if leaf is None else tf.type_spec_from_value(leaf), data
+            )
+            with _outside():
+                self._kept = [_variable_for(tensor) for tensor in tensors]
+
+        def keep() -> Any:
+            kept = [variable.assign(tensor) for variable, tensor in zip(self._kept, tensors, strict=True)]
+            return tf.group(self._count.assign(tf.add_n([part.count for part in parts])), *kept)
+
+        tf.cond(self._count < 0, keep, lambda: tf.group())
+
+    def note_graph(self) -> None:
+        """Keeps the graph of the step, which calls this as it is traced."""
+        if not tf.executing_eagerly():
+            self.graph = tf_graphs.outermost(tf.compat.v1.get_default_graph())
+
+    def batch(self) -> Any:
+        """Returns the rows of all replicas, `None` if there are none that belong together. Every rank must call it."""
+        count = max(int(self._count), 0)
+        shapes = [tuple(variable.value().shape[1:]) for variable in self._kept]
+        of_all = self._backend.all_gather_object("the check of the first rows", (count, repr(shapes)))
+        if len({shapes for _, shapes in of_all}) > 1 or not sum(count for count, _ in of_all):
+            return None
+        tensors = iter([variable.value() for variable in self._kept])
+        leaves = [leaf if leaf is None else next(tensors) for leaf in tf.nest.flatten(self._specs, True)]
+        data = tf.nest.pack_sequence_as(self._specs, leaves, expand_composites=True)
+        return batch_of_all_ranks(self._backend, Share(data, tf.constant(count), *[tf.constant(0)] * 2))
+
+    def trial(self, model: keras.Model, optimizers: Sequence[Any], counters: Sequence[tf.Variable]) -> Trial:
+        """Returns what undoes the steps of a model that are tried out, also what they do to `counters`."""
+        parts = [*keras_model.flatten_layers(model), *dict.fromkeys(keras_model.flat_metrics(model))]
+        attributes = keras_model.Attributes(parts)
+        if self.graph is None:
+            return Trial([variable.handle for variable in (*attributes.variables().values(), *counters)], attributes)
+        variables = [variable for part in parts for variable in part.variables]
+        variables += [variable for optimizer in optimizers for variable in variables_of(optimizer)]
+        known = {id(variable.handle) for variable in (*map(keras_model.backing, variables), *self.away)}
+        others = [handle for handle in tf_graphs.captured_variables(self.graph) if id(handle) not in known]
+        return Trial(others, attributes)
+
+
+def _variable_for(tensor: Any) -> tf.Variable:
+    rank = tensor.shape.rank
+    empty = tf.zeros([0] * (rank or 0), tensor.dtype)
+    return tf.Variable(empty, trainable=False, shape=tf.TensorShape(None if rank is None else [None] * rank))
+
+
+@contextlib.contextmanager
+def _outside() -> Iterator[None]:
+    with tf.init_scope(), tf_compat.variables_made_by(), tf.device("CPU:0"):
+        yield
+
+
+@contextlib.contextmanager
+def without_graph(model: keras.Model, optimizers: Sequence[Any]) -> Iterator[None]:
+    """Steps in this context run eagerly, and leave nothing in random states and summaries."""
+    with contextlib.ExitStack() as stack:
+        stack.callback(snapshot.set_states, snapshot.states())
+        # MirroredStrategy warns that steps without a graph are slow.
+        stack.enter_context(without_notes_of_tensorflow(logging.ERROR))
+        stack.enter_context(tf_compat.functions_run_eagerly(True))
+        stack.enter_context(attached(model, keras_fit.RUN_EAGERLY, True))
+        stack.enter_context(keras_random.kept_draws())
+        stack.enter_context(tf.summary.record_if(False))
+        stack.enter_context(descending(optimizers))  # what is compared are gradients
         yield
