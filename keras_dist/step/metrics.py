@@ -210,7 +210,7 @@ class Logs:
         self._known: dict[str, dict[str, Callable[[], Any] | None]] = {"train": {}, "test": {}}
         self._results: list[tuple[Any, Callable[[], Any]]] = []  # tensors, and how to compute them again
         self._reported: set[str] = set()
-        self._is_frozen = False
+        self.is_frozen = False  # True where what the logs are stays as it was noted
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -219,10 +219,6 @@ class Logs:
         with keras_model.attached_to(keras_model.flat_metrics(self._model), "result", self._recorded):
             yield
         self._results = []
-
-    def frozen(self) -> contextlib.AbstractContextManager[None]:
-        """In this context what the logs are stays as it was noted."""
-        return keras_model.attached(self, "_is_frozen", True)
 
     def _recorded(self, metric: Any, plain: Callable[[], Any]) -> Callable[[], Any]:
         def part_of(key: str | None) -> Any:
@@ -241,7 +237,7 @@ class Logs:
         """Notes what the logs of a `"train"` or `"test"` step are, while it is recorded. Returns one flat dict."""
         if not isinstance(logs, dict):
             return logs
-        if self._is_frozen:
+        if self.is_frozen:
             return {name: _tensor(value) for name, value in flat(logs).items()}
         are_metrics = keras_model.logs_are_metrics(self._model, logs)
         logs = flat(logs)

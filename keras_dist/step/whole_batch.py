@@ -30,19 +30,11 @@ import keras
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import (
-    keras_layers,
-    keras_losses,
-    keras_model,
-    keras_random,
-    keras_strategy,
-    tf_compat,
-    tf_graphs,
-)
+from keras_dist.compat import keras_layers, keras_losses, keras_model, keras_random, keras_strategy, tf_graphs
 from keras_dist.compat.keras_layers import Outside
 from keras_dist.compat.keras_model import attached, attached_to
 from keras_dist.compat.keras_random import layers_that_mix_examples
-from keras_dist.compat.tf_compat import context_value
+from keras_dist.compat.tf_compat import context_value, noted_lookups
 from keras_dist.data.shares import static_length
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import announce_once, logger
@@ -77,7 +69,7 @@ def compiled_layers(model: keras.Model, is_chief: bool) -> contextlib.AbstractCo
         if isinstance(tf_graphs.REFUSAL.get(), Outside) or tf.executing_eagerly() or keras_layers.is_symbolic():
             return plain(*args, **kwargs)
         try:
-            return _Call(layer, plain, (args, kwargs))()
+            return _compiled_call(layer, plain, (args, kwargs))
         except Outside as error:
             before, reason = outside, str(error)
         outputs = plain(*args, **kwargs)
@@ -101,53 +93,46 @@ def _tell(name: str, reason: str) -> None:
     )  # fmt: skip
 
 
-class _Call:
-    """One call of a layer, as a pure function of its arguments and variables.
+def _compiled_call(layer: Any, plain: Callable[..., Any], arguments: Any) -> Any:
+    """Calls a layer as a pure function of its arguments and variables, which XLA compiles.
 
     So it does not matter where the variables are, and what the layer does is done by the step itself.
     """
+    leaves, variables = keras.tree.flatten(arguments), keras_layers.variables_of(layer)
+    places = [index for index, leaf in enumerate(leaves) if tf.is_tensor(leaf)]
+    tensors = [leaves[index] for index in places]
+    traced: list[Any] = []  # what the layer returns, which layers add its losses, and the variables that it assigns
 
-    def __init__(self, layer: Any, plain: Callable[..., Any], arguments: Any) -> None:
-        self._layer = layer
-        self._plain = plain
-        self._arguments = arguments
-        self._leaves = keras.tree.flatten(arguments)
-        self._places = [index for index, leaf in enumerate(self._leaves) if tf.is_tensor(leaf)]
-        self._variables = keras_layers.variables_of(layer)
-
-    def __call__(self) -> Any:
-        tensors = [self._leaves[index] for index in self._places]
-        values = [keras_layers.current_value(variable) for variable in self._variables]
-        inputs = [tensors, keras_layers.masks_of(tensors), values]
-        compiled = tf.function(self._pure, jit_compile=True, autograph=False)
-        graph = compiled.get_concrete_function(*inputs).graph
-        results = _with_loops(compiled, graph, inputs) if keras_layers.has_loop(graph) else compiled(*inputs)
-        outputs, masks, losses, assigned = results
-        # What the layer has done, in the step itself.
-        keras_layers.set_masks(outputs, masks)
-        for variable, value in zip(self._assigned, assigned, strict=True):
-            variable.assign(value)
-        for owner, loss in zip(self._owners, losses, strict=True):
-            owner.add_loss(loss)
-        following = iter(outputs)
-        return keras.tree.map_structure(lambda leaf: next(following) if tf.is_tensor(leaf) else leaf, self._outputs)
-
-    def _pure(self, tensors: Sequence[Any], masks: Mapping[int, Any], values: Sequence[Any]) -> Any:
+    def pure(tensors: Sequence[Any], masks: Mapping[int, Any], values: Sequence[Any]) -> Any:
         """Returns the outputs, their masks, the losses, and what is assigned."""
         keras_layers.set_masks(tensors, masks)
-        leaves = list(self._leaves)
-        for index, tensor in zip(self._places, tensors, strict=True):
+        for index, tensor in zip(places, tensors, strict=True):
             leaves[index] = tensor
-        args, kwargs = keras.tree.pack_sequence_as(self._arguments, leaves)
-        scope = keras_layers.PureScope(self._layer, self._variables, values)
+        args, kwargs = keras.tree.pack_sequence_as(arguments, leaves)
+        scope = keras_layers.PureScope(layer, variables, values)
         refusal = Outside("exchanges numbers with the other replicas")
         with keras_strategy.initialized_at_once(), context_value(tf_graphs.REFUSAL, refusal), scope:
-            self._outputs = self._plain(*args, **kwargs)
-            losses, self._owners = scope.take_losses()
-        self._assigned = list(scope.assigned.values())
-        outputs = [leaf for leaf in keras.tree.flatten(self._outputs) if tf.is_tensor(leaf)]
-        assigned = [scope.get_current_value(variable) for variable in self._assigned]
+            returned = plain(*args, **kwargs)
+            losses, owners = scope.take_losses()
+        traced[:] = returned, owners, list(scope.assigned.values())
+        outputs = [leaf for leaf in keras.tree.flatten(returned) if tf.is_tensor(leaf)]
+        assigned = [scope.get_current_value(variable) for variable in traced[2]]
         return outputs, keras_layers.masks_of(outputs), losses, assigned
+
+    inputs = [tensors, keras_layers.masks_of(tensors), list(map(keras_layers.current_value, variables))]
+    compiled = tf.function(pure, jit_compile=True, autograph=False)
+    graph = compiled.get_concrete_function(*inputs).graph
+    results = _with_loops(compiled, graph, inputs) if keras_layers.has_loop(graph) else compiled(*inputs)
+    outputs, masks, losses, values = results
+    returned, owners, assigned = traced
+    # What the layer has done, in the step itself.
+    keras_layers.set_masks(outputs, masks)
+    for variable, value in zip(assigned, values, strict=True):
+        variable.assign(value)
+    for owner, loss in zip(owners, losses, strict=True):
+        owner.add_loss(loss)
+    following = iter(outputs)
+    return keras.tree.map_structure(lambda leaf: next(following) if tf.is_tensor(leaf) else leaf, returned)
 
 
 def _with_loops(function: Callable[..., Any], graph: Any, inputs: Any) -> Any:
@@ -226,21 +211,42 @@ def _counts(step: Step, value: Any) -> bool:
 def combined_assignments(exchange: Backend, model: keras.Model, step: Step) -> Iterator[None]:
     """Combines what the replicas assign to variables with an `aggregation`, at the end of this context."""
     variables = [variable for variable in keras_layers.own_state(model) if variable.aggregation in COMBINED]
-    before = [tf.identity(variable.value) for variable in variables]
+    before = [(variable, tf.identity(variable.value)) for variable in variables]
     yield
-    for variable, old in zip(variables, before, strict=True):
-        if id(variable) in step.own:
-            change = change_of(old, variable.value, step.dtype)
-            weight = step.part if variable.aggregation == "mean" else tf.cast(step.count > 0, step.dtype)
-            change = exchange.all_reduce_exact(tf.math.multiply_no_nan(change, weight), step.next_name("assigned"))
-            variable.assign(old + tf.cast(tf.round(change) if old.dtype.is_integer else change, old.dtype))
-            step.whole[id(variable)] = variable
+    assigned = [pair for pair in before if id(pair[0]) in step.own]
+    combine(exchange, step, assigned)
+    step.whole.update({id(variable): variable for variable, _ in assigned})
 
 
-def change_of(before: Any, after: Any, dtype: Any = tf.float64) -> Any:
-    """Returns what was added to a value; nothing if both are infinite."""
-    change = tf.cast(after, dtype) - tf.cast(before, dtype)
-    return tf.where(after == before, tf.zeros_like(change), change)
+def combine(exchange: Backend, step: Step, before: Sequence[tuple[Any, Any]]) -> None:
+    """Combines what the replicas have assigned to variables since they had other values: pairs, all in one reduction.
+
+    What a replica has changed counts in full if the variable's aggregation is "sum", else by its examples. If that is
+    no mean of floats, and the script has not asked for one, the first replica's change counts.
+    """
+    if not before:
+        return
+    changes = []
+    for variable, old in before:
+        new = tf.identity(keras_model.backing(variable))
+        change = tf.cast(new, step.dtype) - tf.cast(old, step.dtype)
+        change = tf.where(new == old, tf.zeros_like(change), change)  # both may be infinite
+        has_mean = variable.aggregation == "mean" or keras_strategy.is_float(variable)
+        if variable.aggregation == "sum":
+            weight = tf.cast(step.count > 0, step.dtype)
+        elif variable.aggregation == "only_first_replica" or not has_mean:
+            weight = tf.cast(tf.equal(step.replica, 0), step.dtype)
+        else:
+            weight = step.part
+        # Not 0 × NaN: an empty share may have computed NaN.
+        changes.append(tf.reshape(tf.math.multiply_no_nan(change, weight), [-1]))
+    total = exchange.all_reduce_exact(tf.concat(changes, 0), step.next_name("assigned"))
+    sums = tf.split(total, [tf.size(change) for change in changes], num=len(changes))
+    for (variable, old), change in zip(before, sums, strict=True):
+        # Summed in float64, then rounded once.
+        wide = tf.cast(old, step.dtype) + tf.reshape(change, tf.shape(old))
+        value = tf.cast(tf.round(wide) if old.dtype.is_integer else wide, old.dtype)
+        keras_model.backing(variable).assign(value)
 
 
 # Layers that need no more than their share, and the arguments, such as `training`, with which this was found.
@@ -374,7 +380,7 @@ def whole_batch(
         elif backend.topology.is_chief:
             stack.enter_context(keras_layers.assigned_by_script(_tell_averaged))
         if tf.executing_eagerly():
-            stack.enter_context(tf_compat.noted_lookups(_note_lookup))
+            stack.enter_context(noted_lookups(_note_lookup))
         yield
 
 

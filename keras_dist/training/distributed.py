@@ -101,8 +101,8 @@ class DistributedModel(Verified):
         methods: dict[str, Callable[[Call], Any]] = {  # what is called instead
             "compile": self._compile,
             "fit": self._fit,
-            "evaluate": self._evaluate,
-            "predict": self._predict,
+            "evaluate": self._without_training,
+            "predict": self._without_training,
             "train_on_batch": self._on_batch,
             "test_on_batch": self._on_batch,
             "predict_on_batch": self._predict_on_batch,
@@ -231,23 +231,19 @@ class DistributedModel(Verified):
             self._quieten(call)
             return call()
 
-    def _evaluate(self, call: Call) -> Any:
+    def _without_training(self, call: Call) -> Any:
+        """Evaluates or predicts."""
         with attached(self, "_kind", "test"):
             if call.kwargs.get(keras_fit.EVALUATE_IN_FIT):  # called by `fit`, which is already wrapped
                 return call()
-            return self._without_training(call)
-
-    def _predict(self, call: Call) -> Any:
-        predictions = self._without_training(call)
-        self._end_verification("predict")
-        return predictions
-
-    def _without_training(self, call: Call) -> Any:
-        with self.interrupts.deferred(), self._running(call):
-            self._arranged = self._on_this_rank(call.get("callbacks"))
-            call.set("callbacks", self._arranged)
-            self._quieten(call)
-            return call()
+            with self.interrupts.deferred(), self._running(call):
+                self._arranged = self._on_this_rank(call.get("callbacks"))
+                call.set("callbacks", self._arranged)
+                self._quieten(call)
+                results = call()
+        if call.name == "predict":
+            self._end_verification("predict")
+        return results
 
     def _on_batch(self, call: Call) -> Any:
         return_dict = call.get("return_dict")
@@ -452,7 +448,7 @@ class DistributedModel(Verified):
             step = getattr(self._model, f"{kind}_step")
             verification = Verification(self._backend, self, CALLS[kind], self._model)
             which = "a step in the second epoch" if rows.is_last else "step 1"
-            with without_graph(self._model, self._optimizers()), self.logs.frozen():
+            with without_graph(self._model, self._optimizers()), attached(self.logs, "is_frozen", True):
                 trial = rows.trial(self._model, self._optimizers(), self.counters)
                 is_compared = verification.check(step, batch, trial, rows.graph, which)
         rows.is_last |= not is_compared

@@ -20,14 +20,14 @@ import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
 from keras_dist.comm.replicas import ReplicaBackend, mean_of_shares
-from keras_dist.compat import keras_model, keras_random, keras_strategy, tf_compat, tf_graphs
+from keras_dist.compat import keras_model, keras_random, tf_compat, tf_graphs
 from keras_dist.data import sources
 from keras_dist.data.shares import Share, Shares, examples_of, joined, row_count, take_shares
 from keras_dist.errors import ConfigurationError, NotSupportedError
 from keras_dist.step.gathering import gather_in_step, on_share
 from keras_dist.step.optimizer import all_reduce
 from keras_dist.step.step import Step, consistency_check_of
-from keras_dist.step.whole_batch import change_of, whole_batch
+from keras_dist.step.whole_batch import combine, whole_batch
 from keras_dist.training.options import Options
 from keras_dist.training.trial import batch_of_all_ranks
 from keras_dist.training.verification import Verification, Verified
@@ -54,26 +54,7 @@ def combined(backend: Backend, step: Step) -> Iterator[None]:
 
     with keras_model.observed(observe):
         yield
-    if not before:
-        return
-    changes = []
-    for variable, value in before.values():
-        change = change_of(value, tf.identity(keras_model.backing(variable)))
-        if variable.aggregation == "sum":
-            weight = tf.cast(step.count > 0, tf.float64)
-        elif variable.aggregation == "only_first_replica" or not keras_strategy.is_float(variable):
-            weight = tf.constant(float(backend.topology.is_chief), tf.float64)
-        else:
-            weight = tf.cast(step.part, tf.float64)
-        # Not 0 × NaN: an empty share may have computed NaN.
-        changes.append(tf.math.multiply_no_nan(change, weight))
-    flat = [tf.reshape(change, [-1]) for change in changes]
-    total = backend.all_reduce_exact(tf.concat(flat, 0), step.next_name("loop_state"))
-    sums = tf.split(total, [tf.size(change) for change in flat], num=len(flat))
-    for (variable, value), change in zip(before.values(), sums, strict=True):
-        # Summed in float64, then rounded once.
-        wide = tf.cast(value, tf.float64) + tf.reshape(change, tf.shape(value))
-        keras_model.backing(variable).assign(tf.cast(wide, value.dtype))
+    combine(backend, step, list(before.values()))
 
 
 class Loop:

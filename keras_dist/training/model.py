@@ -18,15 +18,7 @@ from keras_dist.compat import keras_fit, keras_layers, keras_model
 from keras_dist.compat.keras_model import attach
 from keras_dist.data import sources
 from keras_dist.data.pipeline import fold
-from keras_dist.data.shares import (
-    Share,
-    Shares,
-    joined,
-    may_be_empty,
-    note_whole_batch,
-    take_share,
-    take_shares,
-)
+from keras_dist.data.shares import Share, Shares, joined, may_be_empty, note_whole_batch, take_share, take_shares
 from keras_dist.logging import logger
 from keras_dist.state import weights
 from keras_dist.step.gathering import on_share

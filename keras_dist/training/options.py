@@ -261,16 +261,14 @@ class Tuning(keras.callbacks.Callback):
             self._alone[self._way] = []
             return
         medians = [statistics.median(times[1:]) for times in self._alone.values()]
-        slowest = [max(of_way) for of_way in zip(*self._of_all(medians), strict=True)]
-        fastest = min(range(len(slowest)), key=lambda index: slowest[index])
-        ways = list(self._alone)
-        self._way = ways[fastest] if slowest[fastest] < (1 - GAIN) * slowest[0] else PLAIN
-        alone = slowest[ways.index(self._way)]
-        self._tried = self._agreed(1 if alone > SLOW else evenly(TRIED, self._steps_of_epoch()))
+        slowest = dict(zip(self._alone, map(max, zip(*self._of_all(medians), strict=True)), strict=True))
+        fastest = min(slowest, key=lambda way: slowest[way])
+        self._way = fastest if slowest[fastest] < (1 - GAIN) * slowest[PLAIN] else PLAIN
+        self._tried = self._agreed(1 if slowest[self._way] > SLOW else evenly(TRIED, self._steps_of_epoch()))
         if self._tried == 1:
             self._number = 1
-        if len(ways) > 1:
-            self._announce("; ".join(f"{1000 * each:.2f} ms {way}" for way, each in zip(ways, slowest, strict=True)))
+        if len(slowest) > 1:
+            self._announce("; ".join(f"{1000 * seconds:.2f} ms {way}" for way, seconds in slowest.items()))
 
     def _worth_trying(self, left: int | None) -> list[str]:
         """Returns the other ways to make a step whose numbers are the same, if enough steps are left."""

@@ -104,15 +104,12 @@ class TrainingData:
                 "begins at an epoch, and kd.callbacks.Commit commits only there. To resume at the next batch, call "
                 "keras.utils.set_random_seed(1) at the top of the script."
             )
-        self.reading = keras_fit.Reading(epoch_iterator, self._begin_iteration)
+        self.reading = keras_fit.Reading(epoch_iterator, functools.partial(self.begin, False))
         self._source = self._attributes()
 
-    def begin_epoch(self) -> None:
-        if not self.reading.spans_epochs:
-            self._at_beginning = self._python_state()
-
-    def _begin_iteration(self) -> None:
-        if self.reading.spans_epochs:
+    def begin(self, is_epoch: bool) -> None:
+        """Called when an epoch begins, and when an iteration over the data begins, which may last for several."""
+        if is_epoch != self.reading.spans_epochs:
             self._at_beginning = self._python_state()
 
     def place(self) -> dict[str, Any]:
@@ -284,7 +281,7 @@ class CommittedRun(keras.callbacks.Callback):
         """Called when an epoch begins, and Keras has reset the metrics, before the other callbacks."""
         self.epoch = epoch
         if self._state is None:
-            self.data.begin_epoch()
+            self.data.begin(is_epoch=True)
         elif self.batch == 0:
             self._restore()
         else:
