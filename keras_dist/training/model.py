@@ -152,25 +152,34 @@ class RankModel(DistributedModel):
         attach(self._model, "predict_function", interruptible)
 
     def _make_function(self, kind: str, call: Call) -> None:
-        """Reports steps to the watchdog, and compares the weights after the first training step."""
+        """Reports steps to the watchdog, and compares the weights after the first training step.
+
+        Refuses a function of the script's own that, when it is traced, runs no step by the strategy.
+        """
         name, backend, step = f"{kind}_function", self._backend, f"model.fit ({kind}ing steps)"
         if (function := self._made(name, call)) is None:
             return
-        if keras_fit.is_overridden(self._model, f"make_{name}"):
-            function = self._checked(name, function)
-        function = self._noted(function)
+        function, must_run = self._noted(function), keras_fit.is_overridden(self._model, f"make_{name}")
 
         def watched(iterator: Any) -> Any:
+            nonlocal must_run
             self.interrupts.before_step()
             backend.enter(step)
-            had_data = True
+            had_data, self._has_run = True, False
             try:
                 logs = function(iterator)
             except (StopIteration, tf.errors.OutOfRangeError):
                 had_data = False
                 raise
+            except Exception as error:
+                if must_run and not self._has_run:
+                    raise refusals.own_function(self._model, name) from error
+                raise
             finally:
                 backend.leave(had_data)
+            if must_run and not self._has_run:
+                raise refusals.own_function(self._model, name)
+            must_run = False
             return self._logs_for_callbacks(kind, logs)
 
         is_first = kind == "train" and not self._was_verified
@@ -198,30 +207,6 @@ class RankModel(DistributedModel):
         """Returns the logs that come from no metric, and their weight on this rank."""
         others = {name: log for name, log in logs.items() if not self.logs.is_known(kind, name)}
         return others, float(self._last_count.numpy())
-
-    def _checked(self, name: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Refuses a function of the script's own that, when it is traced, runs no step by the strategy."""
-        is_checked = False
-
-        def checked(iterator: Any) -> Any:
-            nonlocal is_checked
-            if is_checked:
-                return function(iterator)
-            self._has_run = False
-            try:
-                outputs = function(iterator)
-            except (StopIteration, tf.errors.OutOfRangeError):
-                raise
-            except Exception as error:
-                if self._has_run:
-                    raise
-                raise refusals.own_function(self._model, name) from error
-            if not self._has_run:
-                raise refusals.own_function(self._model, name)
-            is_checked = True
-            return outputs
-
-        return checked
 
     def _collect_logs(self, call: Call) -> None:
         # If one rank alone sets `stop_evaluating`, this text differs and all ranks raise an error.
