@@ -487,8 +487,8 @@ class Verification:
             )
             more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             self.error = MismatchError(
-                f"verify: {which or f'step {self.steps}'} of {self._name} computes something else than one process "
-                "would.",
+                f"verify: {which or f'step {self.steps}'} of {self._name} "
+                "computes something else than one process would.",
                 f"a batch of {total} examples on {self._backend.num_replicas} replicas: {shown}{more}",
                 likely_cause(wrong, self._backend, suspects, differs_by_rank) + self._remedy,
             )

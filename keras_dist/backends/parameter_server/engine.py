@@ -23,7 +23,7 @@ from keras_dist.data.shares import Share, any_batch_size, row_count
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
 from keras_dist.training.distributed import DistributedModel
-from keras_dist.training.own_code import as_tensors
+from keras_dist.training.trial import as_tensors
 
 AHEAD = 2  # calls for each worker that wait or run, so that none is idle
 

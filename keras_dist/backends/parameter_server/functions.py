@@ -196,8 +196,7 @@ class Functions:
         self._phases: list[Phase] = []
         self._statistics: list[Any] = []
         self._whole: set[int] = set()  # ids of those that were assigned what the whole batch gives
-        in_graph = functools.partial(tf.function, autograph=False, reduce_retracing=True)
-        traced = _untraced if model.run_eagerly else in_graph
+        traced = _untraced if model.run_eagerly else tf_compat.often_traced  # by each model
         self.test_share = functools.partial(self._look_on_share, "test")
         self.predict_share = functools.partial(self._look_on_share, "predict")
         self.apply = traced(self._apply)

@@ -501,12 +501,12 @@ class Pass:
         self.asked = 0  # asynchronous steps that Keras has asked for
         self.done = 0  # those that were made
         self._source, self._limit = source, limit
-        self._shards: Sequence[Shard] = ()
+        self.shards: Sequence[Shard] = ()
         self._turn = 0
 
     def __iter__(self) -> Pass:
         begun = Pass(self._source, self._limit)
-        begun._shards = self._source.shards()
+        begun.shards = self._source.shards()
         return begun
 
     def __next__(self) -> Any:
@@ -514,7 +514,7 @@ class Pass:
 
     def next_batches(self) -> list[ShardBatch]:
         """Returns the next batch of each worker; raises `StopIteration` if all shards have ended."""
-        batches = [shard.next_batch() for shard in self._shards if not shard.has_ended]
+        batches = [shard.next_batch() for shard in self.shards if not shard.has_ended]
         if not batches:
             raise StopIteration
         return batches
@@ -545,8 +545,8 @@ class Pass:
         if self._limit is not None:  # a step that Keras doesn't ask for must not be made
             most = min(most, self._limit - self.done % self._limit - begun)
         reading = [batch.shard for batch in under_way]
-        for offset in range(len(self._shards) if most > 0 else 0):
-            shard = self._shards[(self._turn + offset) % len(self._shards)]
+        for offset in range(len(self.shards) if most > 0 else 0):
+            shard = self.shards[(self._turn + offset) % len(self.shards)]
             if not shard.has_ended and reading.count(shard) < ahead:
                 self._turn += offset + 1
                 return shard.next_batch(most)
