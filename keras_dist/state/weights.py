@@ -165,16 +165,9 @@ def synchronize(
     Returns the `extra` of all ranks. Raises `MismatchError` if the trained weights differ, or what the ranks have
     `seen`.
     """
-    check_copies(model.trainable_variables, backend)
-    if backend.topology.size == 1:
-        return [extra]
-    trained, statistics = model.trainable_variables, keras_model.statistics_of(model)
-    accumulators = accumulators_of(optimizers)
-    gathered = backend.all_gather_object(call, (checksums([*trained, *statistics, *accumulators]), extra, seen))
-    check_seen([Fingerprints(*seen) for _, _, seen in gathered])
-    table = np.stack([sums for sums, _, _ in gathered])
-    of_trained, of_statistics, of_accumulators = np.split(table, np.cumsum([len(trained), len(statistics)]), axis=1)
-    check_weights(trained, of_trained)
+    statistics, accumulators = keras_model.statistics_of(model), accumulators_of(optimizers)
+    table, extras = compare(model, backend, call, seen, [*statistics, *accumulators], extra)
+    of_statistics, of_accumulators = np.split(table, [len(statistics)], axis=1)
     averaged = [variable for variable, sums in zip(statistics, of_statistics.T, strict=True) if np.any(sums != sums[0])]
     if averaged:
         by_rank = backend.all_gather_object("the averaging of statistics", values_of(averaged))
@@ -188,26 +181,31 @@ def synchronize(
         finally:
             backend.leave()
         _keep_on_chief(accumulators, backend)
-    return [extra for _, extra, _ in gathered]
+    return extras
 
 
-def compare(model: keras.Model, backend: Backend, call: str, seen: Fingerprints) -> None:
-    """Compares the trained weights of all ranks, and what they have `seen`, as `synchronize`. Nothing is changed."""
-    check_copies(model.trainable_variables, backend)
-    if backend.topology.size == 1:
-        return
+def compare(
+    model: keras.Model, backend: Backend, call: str, seen: Fingerprints, others: Sequence[Any] = (), extra: Any = None
+) -> tuple[np.ndarray, list[Any]]:
+    """Compares the trained weights of all ranks, and what they have `seen`, as `synchronize`. Nothing is changed.
+
+    Returns a row of checksums of `others` for each rank, and the `extra` of all ranks.
+    """
     trained = model.trainable_variables
-    gathered = backend.all_gather_object(call, (checksums(trained), seen))
-    check_seen([Fingerprints(*seen) for _, seen in gathered])
-    check_weights(trained, np.stack([sums for sums, _ in gathered]))
+    check_copies(trained, backend)
+    if backend.topology.size == 1:
+        return np.zeros([1, len(others)]), [extra]
+    gathered = backend.all_gather_object(call, (checksums([*trained, *others]), extra, seen))
+    check_seen([Fingerprints(*seen) for _, _, seen in gathered])
+    table = np.stack([sums for sums, _, _ in gathered])
+    check_weights(trained, table[:, : len(trained)])
+    return table[:, len(trained) :], [extra for _, extra, _ in gathered]
 
 
 def check_copies(variables: Sequence[Any], backend: Backend) -> None:
     """Raises `MismatchError` if the devices of this process have different weights."""
-    sums = {}
-    for device, copies in backend.copies(variables).items() if variables else ():
-        with tf.device(device):
-            sums[device] = _checksums([copy.read_value() for copy in copies])
+    by_device = backend.copies(variables).items()
+    sums = {device: _checksums([copy.read_value() for copy in copies]) for device, copies in by_device}
     first = next(iter(sums.values()), None)
     for device, others in sums.items():
         if np.any(others != first):
