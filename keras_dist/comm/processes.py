@@ -127,7 +127,7 @@ class ProcessBackend(Backend):
     _collectives: Collectives
     _watchdog: Watchdog | None = None
     _call = "kd.init()"
-    _sign_of_peer_loss = "A connection was closed"
+    _sign_of_peer_loss: str
 
     def _is_peer_loss(self, error: BaseException) -> bool:
         """True if this error means that another rank is gone."""

@@ -1,18 +1,8 @@
 """Several replicas that one process leads: each runs the whole step on its own device, on its share of the batch.
 
-The devices are those of this process, or the workers of a cluster that it is connected to.
-
-Each variable is an ordinary one. With `mirrors`, each further device has a copy of it (`compat/tf_compat.py`): every
-device reads its own and updates its own, from the same sums. Else there is one, which all devices read, and which is
-updated once. `MirroredStrategy` only provides threads, devices and `merge_call`. Its variables and datasets are not
-used, since Keras 3 computes wrong results with them. Inside a replica Keras sees no strategy.
-
-Values that replicas assign are combined by the variable's `aggregation`:
-
-- `"sum"`, and every state of a metric: one replica after the other, as if the shares were consecutive batches.
-- Other floats are averaged by the number of examples when the replicas merge (BatchNormalization's moving averages).
-  Of all other values, the first replica's is kept.
-- Random streams differ from replica to replica. The first replica has the stream of one process.
+The devices are those of this process, or the workers of a cluster that it is connected to. How they share variables,
+and how what they assign is combined: docs/how_it_works.md. `MirroredStrategy` only provides threads, devices and
+`merge_call`: Keras 3 computes wrong results with its variables and datasets.
 
 There may be other ranks, each with as many replicas. What the replicas of a rank have reduced then goes once through
 the collective of the ranks: whatever this class inherits from besides.
@@ -112,9 +102,9 @@ class ReplicaBackend(Backend):
 
         def replica(index: int, merge: tf_compat.Merge) -> None:
             keras_strategy.set_thread_state(state)
-            keras_strategy.initialize_variables_on(self._parameter_device)
             _REPLICA.set(_Replica(group, index, merge))
-            with scopes[index], tf_compat.following(False):
+            at_once = keras_strategy.initialized_at_once(self._parameter_device)
+            with scopes[index], tf_compat.following(False), at_once:
                 outputs[index] = function(index)
 
         explained = explained_gradients(lambda: [v.path for v in scopes[0].assigned() if v.trainable])

@@ -143,7 +143,7 @@ def batches_are_full(adapter: Any) -> bool | None:
 
 
 class ReplicaScope(keras.StatelessScope):
-    """Intercepts the variables that a replica with `count` examples reads or assigns, see `comm/replicas.py`.
+    """Intercepts the variables that a replica with `count` examples reads or assigns, see docs/how_it_works.md.
 
     `metrics` are variables that are updated by one replica after the other, whatever their `aggregation`. `own` returns
     what the replica reads in place of a variable: its copy. `refuse` is called with a variable that is assigned in
@@ -267,22 +267,20 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
     return {name: copy.copy(value) if isinstance(value, list) else value for name, value in state.items()}
 
 
-def initialize_variables_on(device: str) -> None:
-    """Initializes at once, on a device, the variables that this thread creates inside a `StatelessScope`."""
-    global_state.set_global_attribute("uninitialized_variables", _Initialized(device))
+def initialized_at_once(device: str | None = None) -> contextlib.AbstractContextManager[None]:
+    """Initializes at once, in this context, variables that are created in a `StatelessScope`, on a device.
 
-
-def initialized_at_once() -> contextlib.AbstractContextManager[None]:
-    """Initializes at once, in this context, variables that are created in a `StatelessScope`, as the strategy does."""
+    Without one: as around this context, or as the strategy does.
+    """
     before = global_state.get_global_attribute("uninitialized_variables")
-    now = before if isinstance(before, _Initialized) else _Initialized()
+    now = before if device is None and isinstance(before, _Initialized) else _Initialized(device)
     return keras_model.global_attribute("uninitialized_variables", now)
 
 
 class _Initialized(list[Any]):
     """The list of variables that Keras would initialize after the scope: a step already trains with them."""
 
-    def __init__(self, device: str | None = None) -> None:
+    def __init__(self, device: str | None) -> None:
         super().__init__()
         self._device = device  # where ordinary ones are made; `None` makes variables of the current strategy
 

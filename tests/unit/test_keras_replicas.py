@@ -52,11 +52,10 @@ def test_open_scopes_of_a_thread_are_its_own() -> None:
 
 
 def test_variables_made_inside_have_their_value_at_once() -> None:
-    """Once this fails, Keras no longer keeps a list of them, which `initialize_variables_on` replaces."""
+    """Once this fails, Keras no longer keeps a list of them, which `initialized_at_once` replaces."""
 
     def made() -> Any:
-        keras_strategy.initialize_variables_on("CPU:0")
-        with ReplicaScope(COUNT, ()):
+        with ReplicaScope(COUNT, ()), keras_strategy.initialized_at_once("CPU:0"):
             dense = keras.layers.Dense(1, kernel_initializer="ones")
             dense.build([None, 2])
             assert isinstance(dense.kernel.value, tf.Variable)
