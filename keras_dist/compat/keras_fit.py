@@ -10,7 +10,6 @@ import functools
 import inspect
 import itertools
 import random
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -310,34 +309,28 @@ def without_functions(model: keras.Model) -> contextlib.AbstractContextManager[N
 
 # --- Files that Keras and TensorFlow Datasets write ---
 
-# Keras writes the weights, then the epoch, and has no public hook in between. With the copies if `double_checkpoint`.
-_COPIES = {"_weights_path": "_prev_weights_path", "_training_metadata_path": "_prev_training_metadata_path"}
-
-
 def replace_atomically(
     callback: Any, write: Callable[[Any, Callable[[Any], None]], None], finish: Callable[[Path], None]
 ) -> None:
-    """Makes a `keras.callbacks.BackupAndRestore` replace its files together; not with a remote path (`gs://...`).
+    """Makes a `keras.callbacks.BackupAndRestore` replace its files together: Keras writes the weights, then the epoch.
 
+    Not with a remote path (`gs://...`), nor with `double_checkpoint`: then Keras keeps both files of the epoch before.
     `write` calls its second argument with a path whose name is that of its first one, and moves what that writes.
     `finish` finishes what `write` has left unfinished in a folder. A second call does nothing.
     """
-    if getattr(callback, "_keras_dist_atomic", False) or "://" in str(callback.backup_dir):
+    is_atomic = getattr(callback, "_keras_dist_atomic", False)
+    if is_atomic or callback.double_checkpoint or "://" in str(callback.backup_dir):
         return
     plain_save, plain_begin, folder = callback._save_model, callback.on_train_begin, Path(callback.backup_dir)
 
-    def save(*args: Any, **kwargs: Any) -> None:
+    def save() -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        write(callback._weights_path, lambda path: save_to(Path(path).parent, *args, **kwargs))
+        write(callback._weights_path, lambda path: save_to(Path(path).parent))
 
-    def save_to(temporary: Path, *args: Any, **kwargs: Any) -> None:
-        with contextlib.ExitStack() as stack:
-            for name, copy in _COPIES.items():
-                path = Path(getattr(callback, name))
-                if callback.double_checkpoint and path.exists():
-                    shutil.copy(path, temporary / Path(getattr(callback, copy)).name)
-                stack.enter_context(attached(callback, name, str(temporary / path.name)))
-            plain_save(*args, **kwargs)
+    def save_to(temporary: Path) -> None:
+        names = ("_weights_path", "_training_metadata_path")
+        with patched(callback, **{name: str(temporary / Path(getattr(callback, name)).name) for name in names}):
+            plain_save()
 
     def begin(*args: Any, **kwargs: Any) -> None:
         finish(folder)
