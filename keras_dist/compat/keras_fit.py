@@ -31,6 +31,9 @@ METRICS_RESULT = "_get_metrics_result_or_logs"
 EVALUATE_IN_FIT = "_use_cached_eval_dataset"
 EVALUATE_ITERATOR = "_eval_epoch_iterator"
 RUN_EAGERLY = "_run_eagerly"
+JIT_COMPILE = "_jit_compile"
+# The public `distribute_strategy`, which distributes data and runs steps, below what a subclass overrides.
+STRATEGY = "_distribute_strategy"
 FUNCTIONS = ("train_function", "test_function", "predict_function")
 
 
@@ -222,11 +225,6 @@ def epoch_iterators(prepare: Callable[[Any], None]) -> contextlib.AbstractContex
             prepare(self)
 
     return patched(tensorflow_trainer, TFEpochIterator=Prepared)
-
-
-def set_strategy(model: keras.Model, strategy: Any) -> None:
-    """Sets `model.distribute_strategy`, which distributes data and runs steps, below what a subclass overrides."""
-    attach(model, "_distribute_strategy", strategy)
 
 
 class StrategyExtension:

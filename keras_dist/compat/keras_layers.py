@@ -170,16 +170,6 @@ class Outside(Exception):
     """What a layer does cannot be a part of a pure function."""
 
 
-def plain_functions(model: keras.Model) -> contextlib.AbstractContextManager[None]:
-    """Keeps Keras from compiling whole steps with XLA, in this context, in which it makes their functions."""
-    return attached(model, "_jit_compile", False)
-
-
-def without_strategy(model: keras.Model) -> contextlib.AbstractContextManager[None]:
-    """In this context Keras resolves `jit_compile="auto"` as in one process: with a strategy it turns XLA off."""
-    return attached(model, "_distribute_strategy", None)
-
-
 def is_compiled(model: keras.Model) -> bool:
     """True if a model was compiled with XLA, by the script or by Keras's own choice."""
     return bool(getattr(model, "compiled", False) and model._jit_compile and not model.run_eagerly)

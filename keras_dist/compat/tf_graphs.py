@@ -114,10 +114,6 @@ def read_handle(handle: Any) -> Any:
     return tf.raw_ops.ReadVariableOp(resource=handle, dtype=_data_of(handle).dtype)
 
 
-def assign_handle(handle: Any, value: Any) -> Any:
-    return tf.raw_ops.AssignVariableOp(resource=handle, value=value)
-
-
 def _data_of(handle: Any) -> Any:
     """Returns shape and dtype of a variable's value, `None` for the handle of an iterator, a table ..."""
     data = get_eager_safe_handle_data(handle)

@@ -96,7 +96,7 @@ class DistributedModel(Verified):
         self._backend.check_variables(self._model.variables)
         attach(self._model, ATTACHED, self)
         DISTRIBUTED.add(self._model)
-        keras_fit.set_strategy(self._model, self)
+        attach(self._model, keras_fit.STRATEGY, self)
         keras_fit.set_functions(self._model, {})
         methods: dict[str, Callable[[Call], Any]] = {  # what is called instead
             "compile": self._compile,
@@ -189,7 +189,7 @@ class DistributedModel(Verified):
 
     def _compile(self, call: Call) -> None:
         self._is_checked.clear()
-        with keras_layers.without_strategy(self._model):
+        with attached(self._model, keras_fit.STRATEGY, None):  # with one, jit_compile="auto" turns XLA off
             call()
         how = "compiles the layers" if keras_layers.is_compiled(self._model) else "is off"
         logger().debug("jit_compile=%r: XLA %s", call.get("jit_compile"), how)
@@ -540,7 +540,7 @@ class DistributedModel(Verified):
         """Returns the function that Keras makes now, `None` if it keeps the existing one."""
         if getattr(self._model, name) is not None and not call.get("force"):
             return None
-        with keras_layers.plain_functions(self._model):  # XLA compiles layers, not steps
+        with attached(self._model, keras_fit.JIT_COMPILE, False):  # XLA compiles layers, not steps
             call()
         function: Callable[..., Any] = getattr(self._model, name)
         return function

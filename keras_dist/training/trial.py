@@ -176,7 +176,7 @@ class Trial:
                 for variable, value in self._before.values():
                     keras_model.backing(variable).assign(value)
                 for handle, value in self._others:
-                    tf_graphs.assign_handle(handle, value)
+                    tf.raw_ops.AssignVariableOp(resource=handle, value=value)
                 self.left = self.attributes.now()
                 self.attributes.set(self._held)
         concrete = tf.function(function, autograph=False).get_concrete_function()
@@ -185,7 +185,7 @@ class Trial:
         outputs = concrete()
         with tf.control_dependencies([leaf for leaf in tf.nest.flatten(outputs) if tf.is_tensor(leaf)]):
             for handle, value in before:
-                tf_graphs.assign_handle(handle, value)
+                tf.raw_ops.AssignVariableOp(resource=handle, value=value)
         return outputs
 
     @contextlib.contextmanager

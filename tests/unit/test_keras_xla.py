@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 from keras_dist.compat import keras_fit, keras_layers
+from keras_dist.compat.keras_model import attach, attached
 from keras_dist.errors import NotSupportedError
 from keras_dist.step import whole_batch
 from tests.contract.test_xla import compiled_functions
@@ -32,14 +33,14 @@ def small() -> keras.Model:
 
 
 def test_a_strategy_turns_automatic_xla_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once Keras chooses without looking at the strategy, `without_strategy` is not needed."""
+    """Once Keras chooses without looking at the strategy, `compile` may see it."""
     gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind=None: [gpu])
     model = small()
-    keras_fit.set_strategy(model, strategy := Strategy())
+    attach(model, keras_fit.STRATEGY, strategy := Strategy())
     model.compile("sgd", "mse")
     assert model.jit_compile is False
-    with keras_layers.without_strategy(model):
+    with attached(model, keras_fit.STRATEGY, None):
         model.compile("sgd", "mse")
     assert model.jit_compile is True
     assert model.distribute_strategy is strategy
@@ -59,7 +60,7 @@ def test_keras_compiles_the_whole_step() -> None:
     (name,) = functions_of(lambda: model.train_on_batch(X, Y))
     assert name.startswith("one_step_on_data")
     model.compile("sgd", "mse", jit_compile=True)
-    with keras_layers.plain_functions(model):
+    with attached(model, keras_fit.JIT_COMPILE, False):
         model.make_train_function()
     assert functions_of(lambda: model.train_on_batch(X, Y)) == []
     assert model.jit_compile is True
