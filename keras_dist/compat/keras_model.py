@@ -198,11 +198,6 @@ def compile_arguments(model: keras.Model) -> dict[str, Any]:
     return {} if config is None else dict(config.config)
 
 
-def logs_are_metrics(model: keras.Model, logs: Any) -> bool:
-    """True if a step returned the model's metrics, False if it returned custom logs."""
-    return isinstance(logs, dict) and set(logs) == set(model.get_metrics_result())
-
-
 def compiled_metrics(model: keras.Model) -> list[Any]:
     """Returns the metrics that the user passed to `compile`, none before they are built."""
     return list(getattr(getattr(model, "_compile_metrics", None), "metrics", ()))

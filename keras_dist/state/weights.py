@@ -88,11 +88,7 @@ _NOTHING = Fingerprints()
 
 def checksums(variables: Sequence[Any]) -> np.ndarray:
     """Returns one int64 per variable, which depends on every bit of it, and is 0 for zeros."""
-    return _checksums([variable.value for variable in variables])
-
-
-def _checksums(values: Sequence[Any]) -> np.ndarray:
-    return np.array([*map(_checksum, values)], np.int64)
+    return np.array([_checksum(variable.value) for variable in variables], np.int64)
 
 
 def _checksum(value: Any) -> int:
@@ -205,11 +201,11 @@ def compare(
 def check_copies(variables: Sequence[Any], backend: Backend) -> None:
     """Raises `MismatchError` if the devices of this process have different weights."""
     by_device = backend.copies(variables).items()
-    sums = {device: _checksums([copy.read_value() for copy in copies]) for device, copies in by_device}
-    first = next(iter(sums.values()), None)
+    sums = {device: [_checksum(copy.read_value()) for copy in copies] for device, copies in by_device}
+    first = next(iter(sums.values()), [])
     for device, others in sums.items():
-        if np.any(others != first):
-            different = [variable for variable, differs in zip(variables, others != first, strict=True) if differs]
+        different = [variable for variable, one, other in zip(variables, first, others, strict=True) if one != other]
+        if different:
             raise MismatchError(
                 "The devices have different weights, so they no longer train the same model.",
                 f"{device} differs from the first device in {_named(different)}",

@@ -239,7 +239,7 @@ class Logs:
             return logs
         if self.is_frozen:
             return {name: _tensor(value) for name, value in flat(logs).items()}
-        are_metrics = keras_model.logs_are_metrics(self._model, logs)
+        are_metrics = set(logs) == set(self._model.get_metrics_result())
         logs = flat(logs)
         if are_metrics:  # then Keras shows the metrics, whatever the logs are
             self._known[kind] = dict.fromkeys(logs)
