@@ -332,13 +332,13 @@ def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     return [optimizer for key, optimizer in found.items() if key not in inner]
 
 
-def _with_first_argument(method: Callable[..., Any], change: Callable[..., list[Any]]) -> Callable[..., Any]:
-    def wrapper(grads: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+def _with_changed(method: Callable[..., Any], change: Callable[..., list[Any]]) -> Callable[..., Any]:
+    """Returns a method of an optimizer that gets gradients as `change` returns them."""
+
+    def wrapper(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         grads = list(grads)
-        args = tuple(None if arg is None else list(arg) for arg in args)  # variables may come from a generator
-        kwargs = {name: None if arg is None else list(arg) for name, arg in kwargs.items()}
-        reduced = change(grads, *args, **kwargs) if grads else grads
-        return method(reduced, *args, **kwargs)
+        given = [] if trainable_variables is None else [list(trainable_variables)]  # they may come from a generator
+        return method(change(grads, *given) if grads else grads, *given)
 
     return wrapper
 
@@ -408,7 +408,7 @@ class _Reducer:
         if self._backend.uses_xla:
             update = fused(self._optimizer, update)
         apply = functools.partial(self._backend.once, update)
-        attach(self._optimizer, "apply", _with_first_argument(apply, self._weigh_and_reduce))
+        attach(self._optimizer, "apply", _with_changed(apply, self._weigh_and_reduce))
 
     def _weigh_and_reduce(self, gradients: list[Any], trainable_variables: Any = None) -> list[Any]:
         step = self._step()
@@ -465,8 +465,8 @@ class _AccumulatingReducer(_Reducer):
     def attach(self) -> None:
         optimizer, clip = self._optimizer, getattr(self._optimizer, CLIP_GRADIENTS)
         update = keras_model.unobserved()(plain_apply(optimizer))
-        attach(optimizer, "apply", _with_first_argument(update, self._weigh_and_fold))
-        attach(optimizer, CLIP_GRADIENTS, _with_first_argument(clip, self._reduce_folded))
+        attach(optimizer, "apply", _with_changed(update, self._weigh_and_fold))
+        attach(optimizer, CLIP_GRADIENTS, _with_changed(clip, self._reduce_folded))
 
     def _weigh_and_fold(self, gradients: list[Any], trainable_variables: Any = None) -> list[Any]:
         """A step that only accumulates sends nothing. Its fingerprint is folded into that of the next update."""

@@ -59,7 +59,6 @@ class DistributedModel(Verified):
         self._model = model
         self._backend = backend
         self._kind = "train"  # of the steps that run: "train" or "test"
-        self._was_verified = False  # True while the function of steps is made without verification
         self._is_watched = False  # True while a callback gets the logs of batches
         self._arranged: list[Any] = []  # the callbacks of the call that runs
         self._is_checked: set[str] = set()  # kinds of steps
@@ -223,11 +222,9 @@ class DistributedModel(Verified):
             tell_inexact(self._model)
         is_train = attached(self, "_kind", "train")
         with self.interrupts.deferred(), self._running(call), is_train, self._fitting.fit():
-            callbacks = self._on_this_rank(given := call.get("callbacks"), optimizers)
+            callbacks = self._on_this_rank(call.get("callbacks"), optimizers)
             arranged = with_synchronizers(callbacks, self._backend, optimizers, self.stopwatch)
-            self._arranged = self._fitting.arrange(given, arranged)
-            call.set("callbacks", self._arranged)
-            call.change("x", self._fitting.ordered)
+            self._arranged = self._fitting.arrange(call, arranged)
             self._quieten(call)
             return call()
 
@@ -565,6 +562,4 @@ class DistributedModel(Verified):
         if (verification := self.verifications.get(kind)) is not None and verification.steps:
             verification.report()
             del self.verifications[kind]
-            self._was_verified = True
             getattr(self._model, f"make_{kind}_function")(force=True)
-            self._was_verified = False

@@ -51,11 +51,8 @@ def _fit(model: keras.Model, plain: Callable[..., Any], args: tuple[Any, ...], k
 
     with fitting.fit():
         given = call.get("callbacks")
-        if (arranged := fitting.arrange(given, given)) is given:
-            return call()
-        call.set("callbacks", arranged)
-        call.change("x", fitting.ordered)
-        with keras_fit.epoch_iterators(watch):
+        is_watched = fitting.arrange(call, given) is not given
+        with keras_fit.epoch_iterators(watch) if is_watched else contextlib.nullcontext():
             return call()
 
 
@@ -182,7 +179,7 @@ class RankModel(DistributedModel):
             must_run = False
             return self._logs_for_callbacks(kind, logs)
 
-        is_first = kind == "train" and not self._was_verified
+        is_first = kind == "train"
 
         def compared(iterator: Any) -> Any:
             nonlocal is_first

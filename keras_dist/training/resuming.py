@@ -28,7 +28,7 @@ from keras_dist.errors import ConfigurationError, MismatchError
 from keras_dist.logging import logger
 from keras_dist.state import checkpoint, snapshot
 from keras_dist.state.commits import Position
-from keras_dist.training.call import build, build_optimizers
+from keras_dist.training.call import Call, build, build_optimizers
 from keras_dist.training.interrupts import interrupts_of
 from keras_dist.training.options import Tuning
 from keras_dist.training.synchronizer import CallbackStates, as_list
@@ -408,12 +408,13 @@ class FitExtensions:
                 self._of_fit.enter_context(self._tuning.fit())
             yield
 
-    def arrange(self, given: Any, arranged: Any) -> Any:
-        """Returns the callbacks of `fit`, with those that are needed here.
+    def arrange(self, call: Call, arranged: Any) -> Any:
+        """Returns the callbacks of a call of `fit`, with those that are needed here, and gives them to it.
 
-        `given` are the script's callbacks; `arranged` these, and those that synchronize the ranks.
+        `arranged` are the script's callbacks and those that synchronize the ranks. The training data get an order that
+        can be made again.
         """
-        callbacks = as_list(given)
+        callbacks = as_list(given := call.get("callbacks"))
         found = next((callback for callback in callbacks if isinstance(callback, Commit)), None)
         if found is not None:
             if found.commits.directory in _complete:
@@ -433,11 +434,12 @@ class FitExtensions:
                 on_train_begin=lambda logs: run.load(), on_epoch_begin=lambda epoch, logs: run.begin_epoch(epoch)
             )
             arranged = [before, *as_list(arranged), run]
-        return arranged if self._tuning is None else self._tuning.arrange(given, arranged)
-
-    def ordered(self, source: Any) -> Any:
-        """Returns the training data as they have to be read: in an order that can be made again. After `arrange`."""
-        return source if self._run is None else self._run.data.ordered(source)
+            call.change("x", run.data.ordered)
+        if self._tuning is not None:
+            arranged = self._tuning.arrange(given, arranged)
+        if arranged is not given:
+            call.set("callbacks", arranged)
+        return arranged
 
     def watch(self, epoch_iterator: Any, dataset: tf.data.Dataset, distribute: Distribute | None) -> None:
         """Called with each iterator over data of the model, before it is used. The training data come first.

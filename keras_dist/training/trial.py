@@ -26,7 +26,6 @@ from keras_dist.data import sources
 from keras_dist.data.shares import Share, Shares, first_rows, joined
 from keras_dist.logging import without_notes_of_tensorflow
 from keras_dist.state import snapshot
-from keras_dist.step import step as step_module
 from keras_dist.step.optimizer import build_at_once, parts_of, variables_of
 from keras_dist.step.step import check_shapes
 
@@ -251,14 +250,6 @@ def state_of(optimizer: Any) -> list[Any]:
     if not descend or any(part.use_ema or part.gradient_accumulation_steps for part in parts):
         return variables_of(optimizer)
     return [variable for variable in variables_of(optimizer) if len(variable.shape) == 0]
-
-
-@contextlib.contextmanager
-def plain_step(data: Any, applied: list[Any]) -> Iterator[None]:
-    """The context of a step on the whole batch in this process, as without keras_dist. `applied` as in `Step`."""
-    one, none = tf.constant(1), tf.constant(0.0)
-    with step_module.entered(step_module.Step(one, one, none, data=data, is_plain=True, applied=applied)):
-        yield
 
 
 def gather_rows(backend: Backend, rows: Any, name: str) -> Any:

@@ -24,14 +24,15 @@ from keras_dist.compat.keras_model import CLIP_GRADIENTS, attached
 from keras_dist.data.shares import row_count
 from keras_dist.errors import MismatchError
 from keras_dist.logging import announce, announce_once
+from keras_dist.step import step as step_module
 from keras_dist.step.optimizer import optimizers_of
+from keras_dist.step.step import Step
 from keras_dist.training.trial import (
     Difference,
     Quantity,
     Trial,
     differences_in,
     epsilon,
-    plain_step,
     precisions_of_float32,
     table_of,
 )
@@ -217,7 +218,6 @@ class Verification:
         self._begins_with: list[tuple[Any, Any]] = []  # variables and values
         self.error: MismatchError | None = None
         self._outputs: list[Any] = []  # of the last step
-        self.judges: list[Callable[..., np.bool_]] = []
         self.steps = 0
         self.compared = 0
         self.largest = 0.0  # relative difference
@@ -259,15 +259,18 @@ class Verification:
         with tf.control_dependencies(_in_this_graph(tf.nest.flatten(whole, True))):
             actual = self._on_shares(trial, function, batch)
         wanted, tables = self._tables(self._in_one_place(trial, function, whole), actual)
-        suspects = self._suspects
+        # TensorFlow never forgets what its graphs call, so that holds neither the model nor tensors.
+        wanted = [quantity._replace(value=tf.TensorSpec(None, quantity.value.dtype)) for quantity in wanted]
+        suspects, this = self._suspects, weakref.ref(self)
 
         def judge(tables: np.ndarray, total: np.ndarray) -> np.bool_:
-            self._judge(wanted, tables, int(total), suspects)
+            if (verification := this()) is not None:
+                verification._judge(wanted, tables, int(total), suspects)
             return np.bool_(True)
 
         if tf.executing_eagerly():
             return tf.constant(judge(tables.numpy(), total.numpy()))
-        return tf.reshape(tf.numpy_function(self._held(judge), [tables, total], tf.bool), [])
+        return tf.reshape(tf.numpy_function(judge, [tables, total], tf.bool), [])
 
     def check(self, function: _Function, batch: Any, trial: Trial, graph: Any, which: str) -> bool:
         """Verifies an eager step on a few rows, the same on all ranks. Every rank must call it. False if it could not.
@@ -376,7 +379,9 @@ class Verification:
 
         def step(applied: list[Any], assigned: dict[int, Any]) -> list[Quantity]:
             found_optimizers = keras_model.found_optimizers(self._verified.prepare_found)
-            with context or contextlib.nullcontext(), plain_step(whole, applied), found_optimizers:
+            one, none = tf.constant(1), tf.constant(0.0)
+            plain = step_module.entered(Step(one, one, none, data=whole, is_plain=True, applied=applied))
+            with context or contextlib.nullcontext(), plain, found_optimizers:
                 outputs = self._verified.plain(function, whole)
             self._suspects = suspects_in(tf_graphs.current())
             return self._computed(applied, outputs, assigned, value_of)
@@ -453,17 +458,6 @@ class Verification:
         table = table_of(wanted, others)[None]
         is_alone = self._backend.topology.size == 1
         return wanted, table if is_alone else self._backend.all_gather(table, "keras_dist_verified_table")
-
-    def _held(self, judge: Callable[..., np.bool_]) -> Callable[..., np.bool_]:
-        """Returns a function that does not keep the model alive: TensorFlow never forgets those that graphs call."""
-        number, this = len(self.judges), weakref.ref(self)
-        self.judges.append(judge)
-
-        def call(*tables: np.ndarray) -> np.bool_:
-            verification = this()
-            return np.bool_(True) if verification is None else verification.judges[number](*tables)
-
-        return call
 
     def _judge(
         self, expected: _Quantities, tables: np.ndarray, total: int, suspects: Suspects,
