@@ -24,7 +24,7 @@ from keras_dist.state import weights
 from keras_dist.step.gathering import on_share
 from keras_dist.step.metrics import flat
 from keras_dist.step.optimizer import distribute_optimizer, optimizers_of
-from keras_dist.step.step import Fingerprints, Step, check_seen, check_shapes, consistency_check_of
+from keras_dist.step.step import Fingerprints, Step, check_seen, consistency_check_of
 from keras_dist.step.whole_batch import combined_assignments, whole_batch
 from keras_dist.training import refusals
 from keras_dist.training.call import Call, build
@@ -32,7 +32,7 @@ from keras_dist.training.distributed import DistributedModel
 from keras_dist.training.loop import Loop, RankLoop, ReplicaLoop
 from keras_dist.training.options import Options
 from keras_dist.training.resuming import FitExtensions
-from keras_dist.training.trial import as_tensors, batch_of_all_ranks, gather_rows, real_rows
+from keras_dist.training.trial import as_tensors, batch_of_all_ranks, batch_of_shares, gather_rows, real_rows
 
 _TUNING = "_keras_dist_tuning"
 # The models that `kd.distribute` got. They themselves stay as they are.
@@ -365,7 +365,8 @@ class ReplicaModel(RankModel):
     def _compute(self, function: Callable[..., Any], share: Share, step: Step, kind: str | None) -> Any:
         shares = share.data
         if kind is None:
-            return _concatenate(self._backend.run(self._step_on(shares, function), shares.counts), shares)
+            outputs = self._backend.run(self._step_on(shares, function), shares.counts)
+            return batch_of_shares([part._replace(data=own) for part, own in zip(shares.parts, outputs, strict=True)])
         outputs = self._backend.run(self._step_on(shares, function), shares.counts, self._model.metrics_variables)
         if not isinstance(outputs[-1], dict):
             return outputs[-1]
@@ -401,16 +402,6 @@ def _combined(leaves: Sequence[Any], counts: Sequence[Any]) -> Any:
     """Returns the mean of the replicas' floats. Otherwise the last value: that replica has seen the other shares."""
     is_float = tf.is_tensor(leaves[-1]) and leaves[-1].dtype.is_floating
     return mean_of_shares(leaves, counts) if is_float else leaves[-1]
-
-
-def _concatenate(outputs: list[Any], shares: Shares) -> Any:
-    def concatenate(*by_replica: Any) -> Any:
-        rows = [real_rows(rows, count) for rows, count in zip(by_replica, shares.counts, strict=True)]
-        if isinstance(rows[0], tf.Tensor):
-            rows[0] = check_shapes(tf.stack([tf.shape(part)[1:] for part in rows]), rows[0])
-        return tf.concat(rows, 0)
-
-    return tf.nest.map_structure(concatenate, *outputs)
 
 
 def _restore_if(condition: Any, step: Step, before: Sequence[tuple[Any, Any]]) -> Any:

@@ -293,7 +293,10 @@ def batch_of_shares(shares: Sequence[Share]) -> Any:
     """Returns the whole batch from its shares in this process."""
 
     def of_all(*parts: Any) -> Any:
-        return tf.concat([real_rows(part, share.count) for part, share in zip(parts, shares, strict=True)], 0)
+        rows = [real_rows(part, share.count) for part, share in zip(parts, shares, strict=True)]
+        if isinstance(rows[0], tf.Tensor) and (tf.executing_eagerly() or None in rows[0].shape[1:]):
+            rows[0] = check_shapes(tf.stack([tf.shape(part)[1:] for part in rows]), rows[0])
+        return tf.concat(rows, 0)
 
     return tf.nest.map_structure(functools.partial(rows_of_all, of_all), *[share.data for share in shares])
 
