@@ -81,10 +81,7 @@ class DistributedModel(Verified):
         self.verifications = {kind: Verification(backend, self, call, model) for kind, call in kinds}
 
     def attach(self) -> None:
-        """Sets the wrappers, and distributes the optimizers of a compiled model.
-
-        A second call raises `ConfigurationError` if its options are other ones, else it does nothing.
-        """
+        """Sets the wrappers, and distributes the optimizers of a compiled model. Again, it only checks the options."""
         _thread.is_of_script = True
         existing: DistributedModel | None = getattr(self._model, ATTACHED, None)
         if existing is not None:
@@ -355,10 +352,7 @@ class DistributedModel(Verified):
     # --- The check that is on by default ---
 
     def _with_check(self, kind: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Returns a function of steps which compares some with one process, if they run code of the script's own.
-
-        The first such step keeps the first rows of its batch.
-        """
+        """Returns a function of steps which compares some, on a few rows, if they run code of the script's own."""
 
         def checked(iterator: Any) -> Any:
             if (rows := self.first_rows.get(kind)) is None:

@@ -35,10 +35,7 @@ PLAIN, UPDATE, ALL = WAYS = "as it is", "with its update compiled by XLA", "comp
 
 
 def number_of(steps: int | None, exactly: Sequence[int | None] = ()) -> int:
-    """Returns how many steps of an epoch of `steps` to put into one execution.
-
-    It must divide the numbers in `exactly`, since data may be endless.
-    """
+    """Returns how many steps of an epoch to put into one execution: a divisor of `exactly`, as data may be endless."""
     common = math.gcd(*(number for number in exactly if number))
     limit = min(_MOST, steps or _MOST)
     divisors = [number for number in range(1, limit + 1) if (common or steps or 0) % number == 0]
