@@ -215,8 +215,7 @@ class DistributedModel(Verified):
 
     def _fit(self, call: Call) -> Any:
         optimizers = self._prepare_optimizers()
-        if self.options.tells_inexact(self._backend):
-            tell_inexact(self._model)
+        tell_inexact(self._model, self._backend, self.options.exact)
         is_train = attached(self, "_kind", "train")
         with self.interrupts.deferred(), self._running(call), is_train, self._fitting.fit():
             callbacks = self._on_this_rank(call.get("callbacks"), optimizers)

@@ -361,11 +361,6 @@ class Options:
         asked = environment.get(environment.VERIFY, "auto") if self.verify is None else self.verify
         return asked == "auto" and backend.not_of_one_process is None
 
-    def tells_inexact(self, backend: Backend) -> bool:
-        """True if this process names the layers that do not compute what one process computes."""
-        is_shared = backend.num_replicas > 1 and backend.not_of_one_process is None
-        return self.exact is None and is_shared and backend.topology.is_chief
-
     def tuning(self, model: keras.Model, backend: Backend) -> Tuning | None:
         """Returns what chooses how steps are made, `None` if the script does not ask for it."""
         if not self.tune or backend.puts_steps_together:

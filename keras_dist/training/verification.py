@@ -116,9 +116,10 @@ def likely_cause(wrong: Sequence[Difference], backend: Backend, suspects: Suspec
     )
 
 
-def tell_inexact(model: keras.Model) -> None:
+def tell_inexact(model: keras.Model, backend: Backend, exact: bool | None) -> None:
     """Names the layers whose numbers are by intention not those of one process, once for the same names."""
-    if layers := keras_layers.inexact_layers(model):
+    is_shared = backend.num_replicas > 1 and backend.not_of_one_process is None and backend.topology.is_chief
+    if exact is None and is_shared and (layers := keras_layers.inexact_layers(model)):
         unique = list(dict.fromkeys(repr(layer.name) for layer in layers))
         names = ", ".join(unique[:3]) + (" ..." if len(unique) > 3 else "")
         announce_once(

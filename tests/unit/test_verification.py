@@ -16,8 +16,8 @@ from keras_dist.backends.local.serial import Serial
 from keras_dist.compat import keras_layers, keras_random
 from keras_dist.compat.keras_model import Attributes
 from keras_dist.environment import Topology
+from keras_dist.logging import announce_once
 from keras_dist.training import verification
-from keras_dist.training.options import Options
 from keras_dist.training.trial import (
     Difference,
     Quantity,
@@ -264,16 +264,16 @@ def test_the_number_of_verified_steps_is_said(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("exact", "rank", "is_told"), [(None, 0, True), (None, 1, False), (True, 0, False), (False, 0, False)]
 )
-def test_layers_are_named_unless_the_script_says_exact(exact: bool | None, rank: int, is_told: bool) -> None:
+def test_layers_are_named_once_unless_the_script_says_exact(
+    exact: bool | None, rank: int, is_told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     backend: Any = types.SimpleNamespace(num_replicas=2, not_of_one_process=None, topology=Topology(rank, 2, rank, 2))
-    assert Options(exact=exact).tells_inexact(backend) == is_told
-
-
-def test_they_are_named_once(capsys: pytest.CaptureFixture[str]) -> None:
     model = keras.Sequential([keras.layers.Dropout(0.1, name="drop_once"), keras.layers.Dense(1)])
+    announce_once.cache_clear()
     for _ in range(2):
-        verification.tell_inexact(model)
-    assert capsys.readouterr().err == (
+        verification.tell_inexact(model, backend, exact)
+    line = (
         "keras_dist: layers that normalize by a share or draw other noise on each replica: 'drop_once'. exact=True "
         "prevents it, exact=False this line.\n"
     )
+    assert capsys.readouterr().err == (line if is_told else "")
