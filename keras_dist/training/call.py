@@ -32,13 +32,10 @@ class Call:
         return self.function(*self.args, **self.kwargs)
 
     def get(self, name: str) -> Any:
-        if name in (given := self._given()):
+        if name in (given := self.given()):
             return given[name]
         parameter = inspect.signature(self.function).parameters.get(name)
         return None if parameter is None or parameter.default is parameter.empty else parameter.default
-
-    def is_given(self, name: str) -> bool:
-        return name in self._given()
 
     def change(self, name: str, change: Callable[[Any], Any]) -> None:
         """Replaces an argument by `change(argument)`."""
@@ -51,7 +48,8 @@ class Call:
     def set(self, name: str, value: Any) -> None:
         self.change(name, lambda _: value)
 
-    def _given(self) -> dict[str, Any]:
+    def given(self) -> dict[str, Any]:
+        """Returns the arguments by their names."""
         return {**dict(zip(self._positional, self.args, strict=False)), **self.kwargs}
 
     @functools.cached_property
@@ -63,7 +61,7 @@ class Call:
         return own + keras_fit.argument_names(self.name)[len(own) :] if passes_on else own
 
 
-def build(model: keras.Model, num_replicas: int, step: Callable[[Any], Any], spec: Any, batch: Any) -> None:
+def build(model: keras.Model, step: Callable[[Any], Any], spec: Any, batch: Any) -> None:
     """Builds a model from the specification of its data, or a batch if there is no dataset, if it is not built yet."""
     if keras_model.is_built(model):
         return
@@ -78,26 +76,26 @@ def build(model: keras.Model, num_replicas: int, step: Callable[[Any], Any], spe
         if keras_model.has_call(model):
             keras_model.build(model, spec)
         else:  # layers that `call` cannot build (a GAN): the trace creates the variables, and never runs
-            _trace(step, num_replicas, spec)
+            _trace(step, spec)
     except Exception as error:
         # Keras then builds the model while it traces the first step. The ranks' weights are compared after that step.
         logger().debug("the model cannot be built from a specification of its input: %s", error)
 
 
-def build_optimizers(model: keras.Model, num_replicas: int, optimizers: Sequence[Any], spec: Any) -> None:
+def build_optimizers(model: keras.Model, optimizers: Sequence[Any], spec: Any) -> None:
     """Creates the variables of a built model's optimizers, before another run's values of them are loaded."""
     if all(optimizer.built for optimizer in optimizers):
         return
     if [*optimizers] == [model.optimizer]:
         model.optimizer.build(model.trainable_variables)
     else:  # the trace shows which weights each of several trains (a GAN)
-        _trace(model.train_step, num_replicas, spec)
+        _trace(model.train_step, spec)
 
 
-def _trace(step: Callable[[Any], Any], num_replicas: int, spec: Any) -> None:
+def _trace(step: Callable[[Any], Any], spec: Any) -> None:
     def run(data: Any) -> Any:
         # Optimizers and `kd.all_reduce` refuse to reduce outside of a step.
-        with step_module.entered(Step(tf.constant(1), tf.constant(num_replicas), tf.constant(0.0))):
+        with step_module.entered(Step(tf.constant(1), tf.constant(1), tf.constant(0.0), is_plain=True)):
             return step(data)
 
     spec = tf.nest.map_structure(lambda part: None if isinstance(part, tf.OptionalSpec) else part, spec)

@@ -133,7 +133,7 @@ class RankModel(DistributedModel):
             self.prepare(iterator)
             self._fitting.watch(iterator, self.given, self.distribute)
             spec = self.element_spec
-        build(self._model, self._backend.num_replicas, step, spec, call.get("data_batch"))
+        build(self._model, step, spec, call.get("data_batch"))
         self._check_strategy()  # metrics have variables only now
         self._backend.check_variables(self._model.variables)
 

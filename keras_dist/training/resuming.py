@@ -247,8 +247,8 @@ class CommittedRun(keras.callbacks.Callback):
         self.data.seeds = self._backend.all_gather_object("kd.callbacks.Commit (order)", self.data.seeds)[0]
         # Keras builds a plain model in its first step only.
         spec = self.data.dataset.element_spec
-        build(self._model, self._backend.num_replicas, self._model.train_step, spec, None)
-        build_optimizers(self._model, self._backend.num_replicas, self._optimizers(), spec)
+        build(self._model, self._model.train_step, spec, None)
+        build_optimizers(self._model, self._optimizers(), spec)
         if self._state is None:
             return
         if arrays:

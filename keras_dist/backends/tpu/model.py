@@ -51,7 +51,7 @@ class TPUModel(DistributedModel):
     def _compile(self, call: Call) -> None:
         with self.scope():
             call()
-        self._executions.compiled(call.is_given("steps_per_execution"))
+        self._executions.compiled("steps_per_execution" in call.given())
         self._turn_jit_off()
         self._prepare_optimizers()
 
