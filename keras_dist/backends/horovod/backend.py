@@ -67,8 +67,7 @@ class HorovodCollectives(Collectives):
     def __init__(self, hvd: Any, topology: Topology, compression: str | None, adasum: bool) -> None:
         super().__init__(topology)
         self._hvd = hvd
-        self._compression = compression
-        self._adasum = adasum
+        self._way = "adasum" if adasum else f"sum_{compression}" if compression else "sum"  # of gradients
 
     @_traced
     def broadcast(self, words: Any) -> Any:
@@ -100,7 +99,8 @@ class HorovodCollectives(Collectives):
     def _all_reduce_dense(self, tensors: list[Any], name: str) -> list[Any]:
         groups: dict[tuple[str, tf.DType], list[int]] = {}
         for index, tensor in enumerate(tensors):
-            way = "sum" if index == len(tensors) - 1 else self._way_of(tensor.dtype)
+            has_way = index < len(tensors) - 1 and (self._way == "adasum" or tensor.dtype.is_floating)
+            way = self._way if has_way else "sum"
             added_as = _ADD_AS.get(way, tf.float32 if tensor.dtype == tf.bfloat16 else tensor.dtype)
             groups.setdefault((way, added_as), []).append(index)
         results: list[Any] = list(tensors)
@@ -111,11 +111,6 @@ class HorovodCollectives(Collectives):
                 total.set_shape(tensors[index].shape)
                 results[index] = tf.cast(total, tensors[index].dtype)
         return results
-
-    def _way_of(self, dtype: tf.DType) -> str:
-        if self._adasum:
-            return "adasum"
-        return f"sum_{self._compression}" if self._compression and dtype.is_floating else "sum"
 
     def _reduce(self, tensors: list[Any], name: str, adasum: bool) -> list[Any]:
         """Sends large tensors, and all for Adasum, one by one as soon as computed, and the other ones together."""

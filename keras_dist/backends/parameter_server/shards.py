@@ -93,23 +93,18 @@ class DatasetFunction:
 
     def __iter__(self) -> Iterator[Shares]:
         """Yields the workers' next batches, as the shares of a step in a custom loop. They stay on the workers."""
-        shards, devices = self.shards(), first_devices(self._workers)
+        shards, devices, empty = self.shards(), first_devices(self._workers), sources.empty_share(self.element_spec)
         while open_shards := [shard for shard in shards if not shard.has_ended]:
-            batches = {shard.index: self._read(shard, devices[shard.index]) for shard in open_shards}
-            if total := sum(int(row_count(batch)) for batch in batches.values() if batch is not None):
-                yield Shares(tuple(self._share(batches.get(shard.index), total) for shard in shards))
-
-    def _read(self, shard: Shard, device: str) -> Any:
-        with tf.device(device):
-            batch = self._reader.run(shard.next_batch(), lambda data: data, ())
-        shard.has_ended = batch is None
-        return None if isinstance(batch, int) else batch
-
-    def _share(self, batch: Any, total: int) -> Share:
-        total = tf.constant(total)
-        if batch is None:
-            return sources.empty_share(self.element_spec)._replace(total=total)
-        return Share(batch, row_count(batch), total, tf.constant(NO_FINGERPRINT))
+            found = {}
+            for shard in open_shards:
+                with tf.device(devices[shard.index]):
+                    batch = self._reader.run(shard.next_batch(), lambda data: data, ())
+                shard.has_ended = batch is None
+                if batch is not None and not isinstance(batch, int):  # which it is if there are no examples
+                    found[shard.index] = empty._replace(data=batch, count=row_count(batch))
+            if total := sum(int(share.count) for share in found.values()):
+                shares = [found.get(shard.index, empty) for shard in shards]
+                yield Shares(tuple(share._replace(total=tf.constant(total)) for share in shares))
 
     def shards(self) -> list[Shard]:
         """Begins a pass over the data."""
@@ -495,26 +490,23 @@ class Pass:
     An epoch has `limit` steps, or lasts as long as there are data.
     """
 
-    def __init__(self, source: DatasetFunction, limit: int | None) -> None:
+    def __init__(self, source: DatasetFunction, limit: int | None, shards: Sequence[Shard] = ()) -> None:
         self.element_spec = source.element_spec
         self.reads: dict[ShardBatch, Any] = {}  # calls that read the batches of the next synchronous step
         self.asked = 0  # asynchronous steps that Keras has asked for
         self.done = 0  # those that were made
-        self._source, self._limit = source, limit
-        self.shards: Sequence[Shard] = ()
+        self._source, self._limit, self._of_workers = source, limit, shards
         self._turn = 0
 
     def __iter__(self) -> Pass:
-        begun = Pass(self._source, self._limit)
-        begun.shards = self._source.shards()
-        return begun
+        return Pass(self._source, self._limit, self._source.shards())
 
     def __next__(self) -> Any:
         raise not_read_here()  # the engine takes steps, not batches
 
     def next_batches(self) -> list[ShardBatch]:
         """Returns the next batch of each worker; raises `StopIteration` if all shards have ended."""
-        batches = [shard.next_batch() for shard in self.shards if not shard.has_ended]
+        batches = [shard.next_batch() for shard in self._of_workers if not shard.has_ended]
         if not batches:
             raise StopIteration
         return batches
@@ -545,8 +537,8 @@ class Pass:
         if self._limit is not None:  # a step that Keras doesn't ask for must not be made
             most = min(most, self._limit - self.done % self._limit - begun)
         reading = [batch.shard for batch in under_way]
-        for offset in range(len(self.shards) if most > 0 else 0):
-            shard = self.shards[(self._turn + offset) % len(self.shards)]
+        for offset in range(len(self._of_workers) if most > 0 else 0):
+            shard = self._of_workers[(self._turn + offset) % len(self._of_workers)]
             if not shard.has_ended and reading.count(shard) < ahead:
                 self._turn += offset + 1
                 return shard.next_batch(most)

@@ -266,25 +266,19 @@ class TPUModel(DistributedModel):
             outputs = self.logs.note(kind, function(data))
             if self._replicas > 1 and isinstance(outputs, dict):
                 # Of the numbers that only a custom step knows, the mean over the global batch.
-                outputs = dict(outputs)
-                for name, leaf in outputs.items():
-                    if not self.logs.is_known(kind, name) and tf.is_tensor(leaf) and leaf.dtype.is_floating:
-                        (weighted,) = current.weigh([leaf])
-                        outputs[name] = backend.all_reduce_exact(weighted, current.next_name("logs"))
+                others = {name: leaf for name, leaf in outputs.items() if not self.logs.is_known(kind, name)}
+                names = [name for name, leaf in others.items() if tf.is_tensor(leaf) and leaf.dtype.is_floating]
+                for name, own in zip(names, current.weigh([others[name] for name in names]), strict=True):
+                    others[name] = backend.all_reduce_exact(own, current.next_name("logs"))
+                outputs = {**outputs, **others}
             changes = current.weigh([variable.value - old for variable, old in before]) if before else []
             for (variable, old), change in zip(before, changes, strict=True):
                 # A variable that the step does not change keeps its value, bit for bit.
                 variable.assign(old + backend.all_reduce_exact(change, current.next_name("changes")))
-        summed = [variable for variable in current.own.values() if variable.aggregation == "sum"]
-        if summed:
-            raise NotSupportedError(
-                "On a TPU the changes that replicas make to a variable can't be summed.",
-                f"variable {summed[0].path!r} with aggregation='sum'",
-                "Assign it in the `call` of a layer, which then sees the whole batch.",
-            )
-        adding = keras_strategy.layers_with_losses(self._model)
-        if current.rows is not None and adding:
-            raise step.not_filled(f"the layer {adding[0]!r} adds a loss")
+        counting = [f"the layer {name!r} adds a loss" for name in keras_strategy.layers_with_losses(self._model)]
+        counting += [f"the variable {v.path!r} is a sum" for v in current.own.values() if v.aggregation == "sum"]
+        if current.rows is not None and counting:
+            raise step.not_filled(counting[0])
         return outputs, current.applied
 
     # --- Verification ---
