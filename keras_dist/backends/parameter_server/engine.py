@@ -193,7 +193,9 @@ class SyncEngine:
     def _cut(self, batch: Any, spec: Any = None) -> Batch:
         shares = exchange.cut(batch, self._size)
         filled = {index: share for index, share in enumerate(shares) if share.count}
-        return Batch(filled, _spec_of_any_size(shares[0].data) if spec is None else spec)
+        if spec is None:
+            spec = tf.nest.map_structure(lambda leaf: any_batch_size(type_of(leaf)), shares[0].data)
+        return Batch(filled, spec)
 
     def _compute(self, function: Any, batch: Batch, kept: tuple[Any, ...] = ()) -> list[Outputs]:
         """Lets the workers run a function on the shares. After it they read their next batches."""
@@ -301,10 +303,6 @@ class SyncEngine:
 
     def _results(self, jobs: Sequence[Job]) -> list[Any]:
         return [self._workers.result(job) for job in jobs]
-
-
-def _spec_of_any_size(data: Any) -> Any:
-    return tf.nest.map_structure(lambda leaf: any_batch_size(type_of(leaf)), data)
 
 
 class AsyncEngine(SyncEngine):

@@ -9,11 +9,12 @@ end.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -125,9 +126,8 @@ class Workers:
     def submit(self, job: Job) -> Job:
         """Lets the next free worker run a function, or the one that reads its batch. Returns `job`."""
         self._tell_tensorflow()
-        with self._changed:
+        with self._changing():
             self._queue.append(job)
-            self._changed.notify_all()
         return job
 
     def first_done(self, jobs: Sequence[Job]) -> Job:
@@ -159,6 +159,12 @@ class Workers:
         if isinstance(error, DistributionError) or not tasks.may_be_loss(error):
             return error
         return self._fatal or tasks.lost_server(self._cluster) or error
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        with self._changed:
+            yield
+            self._changed.notify_all()
 
     # --- A thread for each worker ---
 
@@ -215,11 +221,10 @@ class Workers:
 
     def _is_finished(self, index: int, job: Job, value: Any = None, error: BaseException | None = None) -> bool:
         """Notes how a function ended. Returns False if this worker was given up: then its answer doesn't count."""
-        with self._changed:
+        with self._changing():
             if not self._free(index, job):
                 return False
             job.value, job.error, job.done = value, error, True
-            self._changed.notify_all()
             return True
 
     def _has_failed(self, index: int, job: Job, error: BaseException) -> bool:
@@ -235,11 +240,10 @@ class Workers:
             job.attempts += 1
         if job.attempts >= _ATTEMPTS:
             return self._is_finished(index, job, error=error)
-        with self._changed:
+        with self._changing():
             if not self._free(index, job):
                 return False
             self._queue.appendleft(job)  # for another worker
-            self._changed.notify_all()
         self._lose(index, f"{type(error).__name__}: {str(error).splitlines()[0]}")
         return True
 
@@ -256,13 +260,12 @@ class Workers:
 
     def _lose(self, index: int, why: str) -> None:
         address = self._cluster.workers[index]
-        with self._changed:
+        with self._changing():
             self._lost.add(index)
             left = self.size - len(self._lost)
             if not left:
                 self._lost_all_at = time.monotonic()
             self._has_changed = self._has_changed or index not in self._hanging
-            self._changed.notify_all()
         others = f"{left} of {self.size} continue" if left else "waiting for one to return"
         logger().warning("worker %d at %s is lost (%s); %s.", index, address, why, others)
 
@@ -277,9 +280,8 @@ class Workers:
             try:
                 self._update()
             finally:
-                with self._changed:
+                with self._changing():
                     self._pauses = False
-                    self._changed.notify_all()
 
     def _update(self) -> None:
         with self._changed:
@@ -312,9 +314,8 @@ class Workers:
             self._let_time_pass()  # a frame of its own: a job that this thread keeps would hold the model
             self._give_up_hanging()
             if any(not why_no_grpc(self._cluster.workers[index]) for index in sorted(self._lost - self._hanging)):
-                with self._changed:
+                with self._changing():
                     self._has_changed = True
-                    self._changed.notify_all()
             if self._lost_all_at is not None and time.monotonic() - self._lost_all_at > self._wait_seconds:
                 addresses = enumerate(self._cluster.workers)
                 self._end(
@@ -351,17 +352,14 @@ class Workers:
             self._start_thread(index)  # the old one hangs with the worker
 
     def _too_slow(self) -> list[int]:
-        now, hanging = time.monotonic(), []
-        for index, job in [*self._running.items()]:
-            steps = 1 if job.batch is None else job.batch.count
-            if now - job.started > self._hang_seconds * steps:
-                hanging.append(index)
-        return hanging
+        def limit(job: Job) -> float:
+            return job.started + self._hang_seconds * (1 if job.batch is None else job.batch.count)
+
+        return [index for index, job in [*self._running.items()] if time.monotonic() > limit(job)]
 
     def _end(self, error: PeerLostError) -> None:
-        with self._changed:
+        with self._changing():
             self._fatal = error
-            self._changed.notify_all()
 
 
 def _copied(structure: Any) -> Any:
