@@ -147,10 +147,7 @@ _SERVERS: list[Any] = []  # they live as long as the process
 
 
 def serve(cluster: Cluster, job: str, index: int, seconds: float) -> NoReturn:
-    """Serves the coordinator until it has gone, then ends this process with exit code 0.
-
-    The coordinator may take so many seconds to arrive.
-    """
+    """Serves the coordinator, which may take so many seconds to come, until it has gone. Then this process ends."""
     name, address = name_of(job, index), cluster.jobs()[job][index]
     _prepare_calls(cluster)
     # A step of each worker may wait here for the others: with fewer threads than workers all would wait for ever.
@@ -208,12 +205,7 @@ def _wait_until_gone(address: str, seconds: float) -> bool:
 
 
 def connect(cluster: Cluster, seconds: float) -> None:
-    """Connects to all workers and servers as soon as they are there, which may take so many seconds.
-
-    Raises:
-        PeerLostError: If some don't answer in time; names them.
-        ConfigurationError: If the coordinator's own address is in use.
-    """
+    """Connects to all workers and servers as soon as they are there, which may take so many seconds."""
     _prepare_calls(cluster)
     if listens(cluster.coordinator):
         raise _cannot_listen("coordinator", cluster.coordinator, OSError("another process listens there"))
@@ -288,10 +280,7 @@ def keep_log(log: Path) -> None:
 
 
 def show_logs(path: str, tasks: Mapping[str, str]) -> None:
-    """Shows from now on what the processes of a cluster print, as far as their logs are on this machine.
-
-    `tasks` are their addresses by name, which begins each line.
-    """
+    """Shows from now on what the processes of a cluster print, if their logs are here. `tasks`: addresses by name."""
     logs, elsewhere = [], []
     for name, address in tasks.items():
         try:

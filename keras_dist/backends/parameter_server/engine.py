@@ -65,10 +65,7 @@ class SyncEngine:
         self._exact: SyncEngine | None = None  # makes the steps that a verification tries out
 
     def train(self, iterator: Any, waits: bool) -> Logs:
-        """Makes one execution of Keras: `steps_per_execution` training steps, or what is left.
-
-        It waits for each step if the caller wants its logs.
-        """
+        """Makes one execution of Keras, or what is left of it. It `waits` for the steps if the caller wants their logs."""
         logs = self._execute(lambda: self._train_step(iterator))
         return self.last_logs(logs) if waits else logs
 
@@ -122,10 +119,7 @@ class SyncEngine:
         return self.train_on(batch)
 
     def train_on(self, batch: Batch, applied: list[Any] | None = None) -> Logs:
-        """The workers compute the gradients of their shares. The sums are applied once.
-
-        `applied` is as of `Step.applied`, if the step is tried out.
-        """
+        """Applies the gradients of all shares once. `applied` is as of `Step.applied`, if the step is tried out."""
         functions = self._functions
         kept: tuple[Any, ...] = ()
         while True:

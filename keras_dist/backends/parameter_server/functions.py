@@ -145,10 +145,7 @@ def _check_graph(graph: Any, what: str, received: str) -> None:
 
 
 def prepare_optimizer(optimizer: Any, backend: Coordinator) -> None:
-    """Makes an optimizer give its gradients to a step's recorder, or sum them over the replicas of a custom loop.
-
-    Its variables move to the servers. Calling it twice is the same as once.
-    """
+    """Makes an optimizer give its gradients to a step's recorder, or sum them in a custom loop. Twice is as once."""
     if not hasattr(optimizer, _PLAIN_APPLY):
         attach(optimizer, _PLAIN_APPLY, keras_model.plain_apply(optimizer))
         _replace_apply(optimizer, backend)
@@ -340,10 +337,7 @@ class Functions:
         return None if variables is None else [keras_model.backing(variable).read_value() for variable in variables]
 
     def _apply(self, phase: int, gradients: Sequence[Any], statistics: Sequence[Any]) -> None:
-        """Applies the sums of the shares' gradients, and assigns the means of their statistics.
-
-        Of statistics there are none before the last phase.
-        """
+        """Applies the sums of the shares' gradients, and after the last phase assigns the means of their statistics."""
         calls = zip(self._phases[phase].applied, self._sums_of(phase, gradients), strict=True)
         for (optimizer, _, variables), sums in calls:
             with tf.device(self._backend.variable_devices()[0]):  # what belongs to no variable: a norm, a learning rate

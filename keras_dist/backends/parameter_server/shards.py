@@ -512,10 +512,7 @@ class Pass:
         return batches
 
     def shares(self, counts: Sequence[int | None]) -> dict[int, Share]:
-        """Returns the batches that were read as the shares of a step, by replica, without empty ones.
-
-        `counts` are their examples, `None` after the end of a shard.
-        """
+        """Returns the batches that were read as shares, by replica. `counts` are their examples, `None` at the end."""
         total, found = sum(count or 0 for count in counts), {}
         for batch, count in zip(self.reads, counts, strict=True):
             batch.shard.has_ended = count is None

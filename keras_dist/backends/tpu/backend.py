@@ -145,11 +145,11 @@ class TPU(Backend):
                 f"data={options.data!r}",
                 "Leave `data` out, and pass all data.",
             )
-        TPUModel(target, self, options, self.strategy).attach()
+        TPUModel(target, self, options).attach()
 
     @functools.cached_property
     def loop(self) -> Loop:
-        return CoreLoop(self, self.strategy)
+        return CoreLoop(self)
 
 
 class EmulatedTPU(TPU):

@@ -34,12 +34,10 @@ from keras_dist.training.trial import as_tensors
 class TPUModel(DistributedModel):
     """A model whose steps run on the replicas of TPUStrategy."""
 
-    def __init__(
-        self, model: keras.Model, backend: Backend, options: Options, strategy: tf.distribute.Strategy
-    ) -> None:
+    def __init__(self, model: keras.Model, backend: Backend, options: Options) -> None:
         super().__init__(model, backend, options)
-        self._strategy = strategy
-        self._parts: Callable[[Any], Any] = strategy.experimental_local_results
+        self._strategy = backend.strategy
+        self._parts: Callable[[Any], Any] = backend.strategy.experimental_local_results
         self._replicas = backend.num_replicas
         self._kinds: Iterator[str] = iter(())  # of the steps on the datasets of a call, in their order
         self._asked_for: Any = None
@@ -235,14 +233,12 @@ class TPUModel(DistributedModel):
         batch = tf.nest.map_structure(lambda leaf: self._with_length(leaf, kind or "predict"), batch)
         with contextlib.ExitStack() as stack:
             if counts:
-                stack.enter_context(
-                    step.counting(self._backend, self._model, self.prepare_found, is_filled, self.exact)
-                )
+                counting = step.counting(self._backend, self._model, self.prepare_found, is_filled, self.exact)
+                stack.enter_context(counting)
                 stack.enter_context(self.logs.recording())
             else:
-                stack.enter_context(
-                    whole_draws(self._backend) if self.exact else keras_random.replica_streams(step.current_replica)
-                )
+                others = keras_random.replica_streams(step.current_replica)
+                stack.enter_context(whole_draws(self._backend) if self.exact else others)
                 stack.enter_context(keras_model.found_optimizers(self.prepare_found))
             outputs, rows, gradients = self._strategy.run(replica, args=(batch,))
         if self._applied is not None:

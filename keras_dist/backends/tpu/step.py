@@ -322,8 +322,8 @@ class CoreLoop(RankLoop):
     know, so all shares have the same number of examples.
     """
 
-    def __init__(self, backend: Backend, strategy: tf.distribute.Strategy) -> None:
-        self._strategy, self._cores = strategy, backend.num_replicas
+    def __init__(self, backend: Backend) -> None:
+        self._strategy, self._cores = backend.strategy, backend.num_replicas
         super().__init__(backend)
 
     def _split(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
