@@ -65,7 +65,7 @@ class SyncEngine:
         self._exact: SyncEngine | None = None  # makes the steps that a verification tries out
 
     def train(self, iterator: Any, waits: bool) -> Logs:
-        """Makes one execution of Keras, or what is left of it. It `waits` for the steps if the caller wants their logs."""
+        """Makes one execution of Keras, or what is left of it. It `waits` for each step if its logs are wanted."""
         logs = self._execute(lambda: self._train_step(iterator))
         return self.last_logs(logs) if waits else logs
 

@@ -403,7 +403,8 @@ class ShardReader:
     """Reads batches of shards. Only its worker's thread may hold its handles: to drop one it calls the worker."""
 
     def __init__(self) -> None:
-        self._datasets: dict[weakref.ref[DatasetFunction], dict[int, _Reshuffled]] = {}
+        # Of each shard's function and index a dataset, and how many epochs of it were begun.
+        self._datasets: dict[tuple[weakref.ref[DatasetFunction], int], tuple[tf.data.Dataset, int]] = {}
         self._open: dict[weakref.ref[Shard], _OpenShard] = {}
 
     def run(self, batch: ShardBatch, function: Callable[..., Any] | None, args: Any, runs: int = 1) -> Any:
@@ -423,36 +424,25 @@ class ShardReader:
     def _opened(self, batch: ShardBatch) -> _OpenShard:
         for gone in [key for key in self._open if key() is None]:
             del self._open[gone]
-        for source in [key for key in self._datasets if key() is None]:
-            del self._datasets[source]
+        for of_source in [of_source for of_source in self._datasets if of_source[0]() is None]:
+            del self._datasets[of_source]
         shard, key = batch.shard, weakref.ref(batch.shard)
         if key not in self._open or not self._open[key].can_read(batch.number):
             self._open.pop(key, None)
-            datasets = self._datasets.setdefault(weakref.ref(shard.source), {})
-            dataset = datasets.get(shard.index)
-            if dataset is None or dataset.epochs > shard.epoch:
-                dataset = datasets[shard.index] = _Reshuffled(shard.source.dataset(shard.index))
-            self._open[key] = _OpenShard(shard.source, dataset.iterator(shard.epoch, batch.number), batch.number)
+            of_source = weakref.ref(shard.source), shard.index
+            dataset, begun = self._datasets.get(of_source, (None, 0))
+            if dataset is None or begun > shard.epoch:
+                dataset, begun = shard.source.dataset(shard.index), 0
+            for _ in range(begun, shard.epoch):
+                iter(dataset)  # draws what that epoch is shuffled by: the next one has its order wherever it is made
+            self._datasets[of_source] = dataset, shard.epoch + 1
+            iterator = iter(dataset.skip(batch.number) if batch.number else dataset)
+            self._open[key] = _OpenShard(shard.source, iterator, batch.number)
         return self._open[key]
 
     def clear(self) -> None:
         self._datasets.clear()
         self._open.clear()
-
-
-class _Reshuffled:
-    """A dataset whose n-th epoch has the order of the n-th epoch wherever it is made."""
-
-    def __init__(self, dataset: tf.data.Dataset) -> None:
-        self._dataset = dataset
-        self.epochs = 0
-
-    def iterator(self, epoch: int, skipped: int) -> Any:
-        while self.epochs < epoch:
-            iter(self._dataset)  # draws what that epoch is shuffled by
-            self.epochs += 1
-        self.epochs += 1
-        return iter(self._dataset.skip(skipped) if skipped else self._dataset)
 
 
 class _OpenShard:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import time
-import urllib.error
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -257,7 +256,7 @@ def _not_resolved(place: TPUAddress, error: Exception) -> DistributionError:
             f"Wait for the state READY: `gcloud compute tpus tpu-vm describe {place.target}`. "
             "Create a preempted or terminated TPU again.",
         )
-    if isinstance(error, urllib.error.URLError | OSError):
+    if isinstance(error, OSError):
         return ConfigurationError(
             "A TPU is named, but Google's metadata server, which knows its zone, can't be reached.",
             f"{received} ({words})",
