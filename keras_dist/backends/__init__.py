@@ -37,8 +37,7 @@ BACKENDS: dict[str, Entry] = {
     "multi_worker": Entry(".multi_worker.backend:MultiWorker", "..launcher.cluster:MultiWorkerCluster"),
     "mirrored": Entry(".local.replicas:Mirrored", on_cpus=lambda n: {"devices": [f"CPU:{i}" for i in range(n)]}),
     "central_storage": Entry(
-        ".local.replicas:CentralStorage",
-        on_cpus=lambda n: {"compute_devices": [f"CPU:{i}" for i in range(1, n + 1)]},
+        ".local.replicas:CentralStorage", on_cpus=lambda n: {"compute_devices": [f"CPU:{i}" for i in range(1, n + 1)]}
     ),
     "parameter_server": Entry(".parameter_server.backend:ParameterServer", "..launcher.cluster:ParameterServerCluster"),
     "tpu": Entry(".tpu.backend:TPU", on_cpus=lambda n: {"cores": n}, emulation=".tpu.backend:EmulatedTPU"),

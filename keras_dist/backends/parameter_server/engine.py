@@ -365,9 +365,7 @@ class AsyncEngine(SyncEngine):
         args = (tf.nest.map_structure(lambda *states: tf.stack(states), *seeds),)
         return self._workers.submit(Job(steps, (next(steps.calls), args), batch))
 
-    def _step_of_any_worker(
-        self, kind: str, data: Pass, function: Any, next_seeds: Callable[[int], list[Any]]
-    ) -> Logs:
+    def _step_of_any_worker(self, kind: str, data: Pass, function: Any, next_seeds: Callable[[int], list[Any]]) -> Logs:
         """Begins calls as long as there is room for them, and waits until another step is done."""
         data.asked += 1
         while data.done < data.asked:

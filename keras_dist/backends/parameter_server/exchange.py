@@ -20,12 +20,11 @@ NO_FINGERPRINT = 0.0  # of a share: there is one reader, whose data nobody compa
 
 def cut(batch: Any, size: int) -> list[Share]:
     """Cuts a batch into a share for each of `size` replicas; some may be empty."""
-    if isinstance(batch, Shares):  # it was cut by the dataset
-        return [part._replace(count=int(part.count), total=int(part.total)) for part in batch.parts]
-    parts = [shares.cut(batch, index, size) for index in range(size)]
+    is_cut = isinstance(batch, Shares)  # by the dataset
+    parts = batch.parts if is_cut else [shares.cut(batch, index, size) for index in range(size)]
     if bool(parts[0].is_whole):
         shares.note_whole_batch(is_chief=True)
-    return [Share(part.data, int(part.count), int(part.total), NO_FINGERPRINT, part.is_whole) for part in parts]
+    return [part._replace(count=int(part.count), total=int(part.total)) for part in parts]
 
 
 def spec_of(iterator: Any) -> Any:

@@ -176,9 +176,7 @@ def _replace_apply(optimizer: Any, backend: Coordinator) -> None:
 class Functions:
     """What is traced for one built model, until something of it or of its optimizers changes."""
 
-    def __init__(
-        self, model: keras.Model, backend: Coordinator, distributed: DistributedModel, is_exact: bool
-    ) -> None:
+    def __init__(self, model: keras.Model, backend: Coordinator, distributed: DistributedModel, is_exact: bool) -> None:
         self._model = model
         self._backend = backend
         self._logs = distributed.logs
@@ -352,14 +350,10 @@ class Functions:
                 backing.assign(backing + total if is_sum else total)
 
     def _sums_of(self, phase: int, gradients: Sequence[Any]) -> list[list[Any]]:
-        sums = []
-        for call, (optimizer, traced, given) in enumerate(self._phases[phase].applied):
-            shares = zip(*[share[call] for share in gradients], strict=True)
-            of_call = []
-            for parts, own, variable in zip(shares, traced, updated_variables(optimizer, given), strict=True):
-                with tf.device(device_of(variable)):
-                    of_call.append(optimizers.add_rows(_sum(parts), len(parts), own))
-            sums.append(of_call)
+        sums, calls = [], zip(*gradients, strict=True)
+        for (optimizer, traced, given), shares in zip(self._phases[phase].applied, calls, strict=True):
+            variables = updated_variables(optimizer, given)
+            sums.append([*map(_sum, zip(*shares, strict=True), traced, variables)])
         return sums
 
     def updates(self, phase: int, gradients: Sequence[Any]) -> list[Any]:
@@ -414,10 +408,14 @@ def _mean(values: Sequence[Any], counts: Sequence[int]) -> Any:
     return tf.add_n(wide) / sum(counts)
 
 
-def _sum(gradients: Sequence[Any]) -> Any:
-    if gradients[0] is None:
-        return None
-    if isinstance(gradients[0], tf.IndexedSlices):
+def _sum(gradients: Sequence[Any], traced: Any, variable: Any) -> Any:
+    """Returns the sum of the shares' gradients on the server of their variable. One is `traced` as the step made it."""
+    first = gradients[0]
+    if first is None or (len(gradients) == 1 and not isinstance(first, tf.IndexedSlices)):
+        return first
+    with tf.device(device_of(variable)):
+        if not isinstance(first, tf.IndexedSlices):
+            return tf.add_n(list(gradients))
         values, indices = [g.values for g in gradients], [g.indices for g in gradients]
-        return tf.IndexedSlices(tf.concat(values, 0), tf.concat(indices, 0), gradients[0].dense_shape)
-    return gradients[0] if len(gradients) == 1 else tf.add_n(list(gradients))
+        rows = tf.IndexedSlices(tf.concat(values, 0), tf.concat(indices, 0), first.dense_shape)
+        return optimizers.add_rows(rows, len(gradients), traced)

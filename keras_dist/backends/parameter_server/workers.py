@@ -59,9 +59,7 @@ class RemoteFunction:
         results = self._function(data, *args)
         leaves = tf.nest.flatten(results, expand_composites=True)
         self._specs = tf.nest.map_structure(type_of, results)
-        self._packs = [
-            leaf is not None and leaf.shape.is_fully_defined() and not is_on_server(leaf) for leaf in leaves
-        ]
+        self._packs = [leaf is not None and leaf.shape.is_fully_defined() and not is_on_server(leaf) for leaf in leaves]
         pairs = [*zip(leaves, self._packs, strict=True)]
         return packed([leaf for leaf, packs in pairs if packs]), [leaf for leaf, packs in pairs if not packs]
 
