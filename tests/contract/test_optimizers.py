@@ -390,7 +390,7 @@ def over_wire(compression: str, model: keras.Model, distribute: Distribute) -> k
         return distribute(model)
     backend = copy.copy(current_backend())
     collectives = copy.copy(backend._collectives)  # type: ignore[attr-defined]
-    collectives._compression = compression
+    collectives._way = f"sum_{compression}"
     backend._collectives = collectives  # type: ignore[attr-defined]
     backend._options = {**backend.options(), "compression": compression}  # type: ignore[attr-defined]
     backend.distribute(model, Options())
