@@ -31,7 +31,7 @@ import numpy as np
 
 from keras_dist.errors import ConfigurationError, DistributionError
 from keras_dist.logging import logger
-from keras_dist.state.files import WriterLock, flush, remove_folder, remove_parts, taking_turns, write_folder
+from keras_dist.state.files import WriterLock, flush, remove_folder, taking_turns, write_atomically
 
 _OF_ML_DTYPES = 2  # what `dtype.isbuiltin` is for dtypes that are not NumPy's own
 
@@ -124,9 +124,10 @@ class BadCommit(Exception):
 
 
 def write_files(folder: Path, place: Position, contents: Sequence[tuple[np.ndarray, dict[str, Any]]]) -> None:
-    """Writes the files of a commit into an empty folder. `contents` is what `stored` returned for each array."""
+    """Writes the folder of a commit. `contents` is what `stored` returned for each array."""
     from keras_dist import __version__
 
+    folder.mkdir()
     with open(folder / ARRAYS, "xb") as file:
         # By position, as names like "file" are arguments of `savez`: the manifest has the names, in this order.
         np.savez(file, *(array for array, _ in contents))
@@ -268,14 +269,13 @@ class Commits:
             with taking_turns:
                 if self._lock is None or not self._lock.is_there():
                     self._lock = WriterLock(self.directory)
-                if self._lock.take():
-                    remove_parts(self.directory, _PREFIX)
+                self._lock.take()
                 found = self._found()
                 self._refuse_if_behind(place, found)
                 # The commit that it replaces stays until the new one is complete.
                 number = max((other.number for other in found if other.step == place.step), default=0) + 1
                 path = self.directory / (f"{_PREFIX}{place.step:012d}" + (f".{number}" if number > 1 else ""))
-                write_folder(path, lambda folder: write_files(folder, place, contents))
+                write_atomically(path, lambda folder: write_files(Path(folder), place, contents))
                 self._last = path
                 # What it replaces, and older ones, the oldest first. Damaged ones of later steps stay until the
                 # training has come there, since they are of no harm.

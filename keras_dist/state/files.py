@@ -2,10 +2,7 @@
 
 Files are written under their names in a temporary folder beside their place, flushed to the disk, and moved. Several
 files are moved together: the folder gets another name first, which says that it is complete. What a process that was
-killed has left is finished if it was complete, and else removed, when the next one writes there.
-
-A whole folder is written under a hidden name, and gets its own when it is complete. Only one process may write such
-folders into one place, so what else is hidden there is left of processes that have ended."""
+killed has left is finished if it was complete, and else removed, when the next one writes there."""
 
 from __future__ import annotations
 
@@ -27,11 +24,10 @@ from keras_dist.errors import ConfigurationError
 from keras_dist.logging import logger
 
 _BEGUN, _COMPLETE = ".keras_dist-begun-", ".keras_dist-complete-"
-_PART = ".part"
 
 
 def write_atomically(path: Any, write: Callable[[Any], None]) -> None:
-    """Writes a file, and others beside it, all or none of them.
+    """Writes a file, and others beside it, all or none of them; or a folder, where nothing may be.
 
     A link stays, and the file that it names is replaced. A file keeps its permissions, and its owner if this process
     may set it. Remote paths (`gs://…`) are written directly: there a file only appears when it is complete.
@@ -61,8 +57,8 @@ def write_atomically(path: Any, write: Callable[[Any], None]) -> None:
                 with contextlib.suppress(PermissionError):  # only root may give files away
                     os.chown(file, before.st_uid, before.st_gid)
                 file.chmod(stat.S_IMODE(before.st_mode))
-            flush(file)
-        flush(folder)
+        for written in (*sorted(folder.rglob("*"), reverse=True), folder):  # a folder after what is in it
+            flush(written)
         if len(files) > 1:
             folder = folder.rename(folder.with_name(folder.name.replace(_BEGUN, _COMPLETE)))
             flush(target.parent)
@@ -76,48 +72,16 @@ def finish_writes(folder: Path) -> None:
             if is_ours and left.name.startswith(_COMPLETE):
                 _move_all(left)
             if is_ours:
-                shutil.rmtree(left, ignore_errors=True)
-
-
-def write_folder(target: Path, write: Callable[[Path], None]) -> None:
-    """Writes a folder, where nothing may be, so that it is there completely or not at all.
-
-    `write` is passed a folder that is hidden and on the same file system.
-    """
-    part = _hidden(target)
-    part.mkdir()
-    try:
-        write(part)
-        for file in part.iterdir():
-            flush(file)
-        flush(part)
-        part.rename(target)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
-    flush(target.parent)
+                with contextlib.suppress(OSError):  # it does no harm but for the space that it takes
+                    remove(left)
 
 
 def remove_folder(folder: Path) -> None:
     """Removes a folder, or a file, so that it is there completely or not at all."""
-    hidden = _hidden(folder)
+    hidden = folder.with_name(f"{_BEGUN}{secrets.token_hex(4)}")
     folder.rename(hidden)
-    remove(hidden)
-
-
-def remove_parts(parent: Path, prefix: str) -> None:
-    """Removes what processes that were killed in `write_folder` and `remove_folder` have left.
-
-    No other process may write into `parent` now. `prefix` is how the names of their folders begin.
-    """
-    for name in os.listdir(parent):
-        if name.startswith(f".{prefix}") and name.endswith(_PART):
-            with contextlib.suppress(OSError):  # it does no harm but for the space that it takes
-                remove(parent / name)
-
-
-def _hidden(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.{secrets.token_hex(4)}{_PART}")
+    with contextlib.suppress(FileNotFoundError):  # a thread that writes here takes it for one that was left
+        remove(hidden)
 
 
 def remove(path: Path) -> None:
@@ -192,11 +156,8 @@ class WriterLock:
         """False if somebody has removed the file or the whole folder."""
         return is_at(self._path, self._descriptor)
 
-    def take(self) -> bool:
-        """Takes the lock. Returns False if the file system has none.
-
-        Raises `ConfigurationError`, which names it, if another living process has it.
-        """
+    def take(self) -> None:
+        """Takes the lock. Raises `ConfigurationError`, which names it, if another living process has it."""
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -206,9 +167,8 @@ class WriterLock:
                 f"{other} has locked {self._path}",
                 "End it first, or give each run a folder of its own.",
             ) from None
-        except OSError as error:
+        except OSError as error:  # the file system has no locks
             logger().debug("%s can't be locked: %s", self._path, error)
-            return False
+            return
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-        return True

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
+import re
 import shutil
 import stat
 import tempfile
@@ -319,8 +321,8 @@ def test_what_is_of_others_stays(tmp_path: Path) -> None:
     commits = Commits(tmp_path, keep=1)
     for name in ("notes", ".notes.part", "commit-1", ".commit"):
         (tmp_path / name).write_text("mine")
-    (tmp_path / ".commit-000000000007.0a1b.part").mkdir()
-    (tmp_path / ".commit-000000000008.0a1b.part").write_text("half")
+    (tmp_path / ".keras_dist-begun-0a1b").mkdir()
+    (tmp_path / ".keras_dist-begun-0a1c").write_text("half")
     write(commits, 1, 2)
     assert names(tmp_path) == [".commit", ".notes.part", "commit-000000000002", "commit-1", "notes"]
 
@@ -331,29 +333,31 @@ def test_all_is_on_the_disk_before_it_has_its_name_and_before_an_older_one_goes(
     commits = Commits(tmp_path, keep=1)
     write(commits, 1)
     events: list[str] = []
-    fsync, rename = os.fsync, os.rename
+    fsync, moves = os.fsync, {"rename": os.rename, "replace": os.replace}
 
     def shown(name: str) -> str:
-        name = os.path.relpath(name, tmp_path)
-        return f"{name.rsplit('.', 2)[0]}.part" if name.endswith(".part") else name.rpartition("/")[2]
+        return re.sub(r"begun-\w+", "begun", os.path.relpath(name, tmp_path))
 
     def record_fsync(descriptor: int) -> None:
         events.append(f"flush {shown(os.readlink(f'/proc/self/fd/{descriptor}'))}")
         fsync(descriptor)
 
-    def record_rename(source: Path, target: Path) -> None:
+    def record_move(name: str, source: Path, target: Path) -> None:
         events.append(f"move {shown(os.fspath(source))} to {shown(os.fspath(target))}")
-        rename(source, target)
+        moves[name](source, target)
 
     monkeypatch.setattr(os, "fsync", record_fsync)
-    monkeypatch.setattr(os, "rename", record_rename)
+    for name in moves:
+        monkeypatch.setattr(os, name, functools.partial(record_move, name))
     write(commits, 2)
-    assert sorted(events[:2]) == ["flush arrays.npz", "flush manifest.json"]
-    assert events[2:] == [
-        "flush .commit-000000000002.part",
-        "move .commit-000000000002.part to commit-000000000002",
+    assert events == [
+        "flush .keras_dist-begun/commit-000000000002/manifest.json",
+        "flush .keras_dist-begun/commit-000000000002/arrays.npz",
+        "flush .keras_dist-begun/commit-000000000002",
+        "flush .keras_dist-begun",
+        "move .keras_dist-begun/commit-000000000002 to commit-000000000002",
         "flush .",
-        "move commit-000000000001 to .commit-000000000001.part",
+        "move commit-000000000001 to .keras_dist-begun",
     ]
 
 
@@ -443,8 +447,9 @@ def test_an_old_one_that_can_not_be_removed_does_not_stop_the_training(
 ) -> None:
     write(commits, 1, 2, 3)
 
-    def rmtree(path: Path) -> None:
-        raise PermissionError(1, "Operation not permitted")
+    def rmtree(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr("keras_dist.state.files.shutil.rmtree", rmtree)
     write(commits, 4)
