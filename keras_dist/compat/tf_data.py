@@ -145,7 +145,7 @@ def map_digest(dataset: tf.data.Dataset) -> str:
     # With any other input, or the data would be hashed too.
     other = tf.data.experimental.to_variant(tf.data.Dataset.range(0))
     mapped = last_stage(dataset).again(tf.data.experimental.from_variant(other, dataset._input_dataset.element_spec))
-    return str(tf.raw_ops.DatasetFingerprint(input_dataset=tf.data.experimental.to_variant(mapped)).numpy())
+    return str(mapped.fingerprint().numpy())
 
 
 def is_stateless(dataset: tf.data.Dataset) -> bool:
