@@ -16,7 +16,7 @@ COMMANDS = {
     "run": ("run a script as several processes, on one machine or many", "keras_dist.launcher.cli"),
     "kube": ("print the manifests of a job for Kubernetes", "keras_dist.launcher.kube"),
     "serve": ("keep a worker or a parameter server running", "keras_dist.launcher.serve"),
-    "install-horovod": ("build Horovod for the installed TensorFlow", "keras_dist.horovod_build.cli"),
+    "install-horovod": ("build Horovod for the installed TensorFlow", "keras_dist.horovod_build.build"),
     "dry-run": ("compile a script's training step for a TPU, without a TPU", "keras_dist.diagnostics.process"),
     "commits": ("list what a killed training can resume from", "keras_dist.state.cli"),
     "selftest": ("test that ranks on your machines sum and train right", "keras_dist.diagnostics.selftest"),

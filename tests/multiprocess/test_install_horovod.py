@@ -22,9 +22,9 @@ from keras_dist.horovod_build.build import (
     fetch_tools,
     installed_sha256,
     installed_tensorflow,
+    smoke_test,
     wheel_name,
 )
-from keras_dist.horovod_build.cli import smoke_test
 from keras_dist.launcher.cluster import HorovodCluster
 from tests.limits import limit
 from tests.multiprocess.launches import ROOT, Commands, finished, run

@@ -23,7 +23,7 @@ import pytest
 
 from keras_dist import environment, progress
 from keras_dist.errors import ConfigurationError, Stopped
-from keras_dist.horovod_build import build, cli
+from keras_dist.horovod_build import build
 from keras_dist.horovod_build.build import (
     PATCHES,
     BuildOptions,
@@ -131,9 +131,9 @@ class TestCommand:
     def test_terminate_is_an_interrupt(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        monkeypatch.setattr(cli, "_install_horovod", lambda args: os.kill(os.getpid(), 15))
+        monkeypatch.setattr(build, "_install_horovod", lambda args: os.kill(os.getpid(), 15))
         with pytest.raises(Stopped, match="SIGTERM"):
-            cli.main(None)  # type: ignore[arg-type]
+            build.main(None)  # type: ignore[arg-type]
         assert "Interrupted. Partial builds were removed." in capsys.readouterr().err
 
 
