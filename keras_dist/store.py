@@ -9,6 +9,7 @@ secret, which the ranks tell each other.
 
 from __future__ import annotations
 
+import functools
 import hmac
 import http.server
 import os
@@ -43,12 +44,8 @@ class Server(http.server.ThreadingHTTPServer):
         super().__init__((host, 0), _Handler)
         values: dict[str, str] = {}
         self.secret, self.get, self.put = secret, get or values.get, put or values.__setitem__
-        self._thread = threading.Thread(
-            target=self.serve_forever,
-            kwargs={"poll_interval": 0.1},  # limits the time that close() takes
-            name="keras_dist-rendezvous",
-            daemon=True,
-        )
+        serve = functools.partial(self.serve_forever, poll_interval=0.1)  # limits the time that close() takes
+        self._thread = threading.Thread(target=serve, name="keras_dist-rendezvous", daemon=True)
         self._thread.start()
 
     @property

@@ -47,10 +47,6 @@ class Cluster:
         """Returns what tells a rank its place in this cluster."""
         raise NotImplementedError
 
-    @property
-    def port(self) -> int:
-        return self._server.port
-
     def variables(self, rank: int) -> dict[str, str]:
         """Returns what is added to the environment of a rank, on its node."""
         job = self.job + self._node_of[rank].suffix

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import fcntl
 import hmac
-import importlib.metadata
 import itertools
 import json
 import queue
@@ -300,7 +299,7 @@ class Place:
         return Node(size, address, interface, title=f"node {self.index} ({socket.gethostname()}, {address})")
 
     def agreed(self, backend: str) -> Message:
-        return {"version": importlib.metadata.version("keras_dist"), "count": self.count, "backend": backend}
+        return {"version": environment.installed_version("keras_dist"), "count": self.count, "backend": backend}
 
 
 # --- Addresses and ports ---

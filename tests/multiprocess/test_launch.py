@@ -313,7 +313,7 @@ def test_a_cluster_listens_on_loopback_and_leaves_nothing(kind: type[Cluster]) -
     before = set(threading.enumerate())
     outer = {"HOROVOD_RANK": "9", "HOROVOD_SIZE": "9", environment.INITIALIZED_BY: "1", environment.COMMITTED: "/step"}
     with kind(2, {"HOME": "/home", **outer}) as cluster:
-        socket.create_connection(("127.0.0.1", cluster.port), timeout=5).close()
+        socket.create_connection(("127.0.0.1", cluster.nodes[0].port), timeout=5).close()
         told = [cluster.environment(rank) for rank in range(2)]
         launches = [environment.detect_launch(each) for each in told]
         assert [launch and (launch.launcher, launch.topology.rank) for launch in launches] == [
@@ -321,11 +321,11 @@ def test_a_cluster_listens_on_loopback_and_leaves_nothing(kind: type[Cluster]) -
         ]  # fmt: skip
         assert told[1]["HOME"] == "/home"
         assert not {environment.INITIALIZED_BY, environment.COMMITTED} & told[1].keys()
-        own = f":{cluster.port:04X}"
+        own = f":{cluster.nodes[0].port:04X}"
         listening = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
         assert [address for address in listening if address.endswith(own)][0] == f"0100007F{own}"
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", cluster.port), timeout=5)
+        socket.create_connection(("127.0.0.1", cluster.nodes[0].port), timeout=5)
     left = set(threading.enumerate()) - before
     for thread in left:  # the one that answered the connection may still be ending
         thread.join(10)

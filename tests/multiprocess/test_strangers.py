@@ -77,12 +77,12 @@ REFUSED = ("RemoteDisconnected", "ConnectionResetError", "BrokenPipeError")
 @pytest.mark.parametrize("kind", [HorovodCluster, MultiWorkerCluster])
 def test_the_launchers_store(kind: type[Cluster]) -> None:
     with kind(2, environment.current()) as cluster:
-        own = Rendezvous(("127.0.0.1", cluster.port))
+        own = Rendezvous(("127.0.0.1", cluster.nodes[0].port))
         own.put("failed", "0 TypeError: the rank's own")
-        assert as_a_stranger(lambda: asked(cluster.port, "PUT", BODY)) in REFUSED
-        assert as_a_stranger(lambda: asked(cluster.port, "GET")) in REFUSED
+        assert as_a_stranger(lambda: asked(cluster.nodes[0].port, "PUT", BODY)) in REFUSED
+        assert as_a_stranger(lambda: asked(cluster.nodes[0].port, "GET")) in REFUSED
         for _ in range(20):
-            as_a_stranger(lambda: put_and_close(cluster.port))
+            as_a_stranger(lambda: put_and_close(cluster.nodes[0].port))
         assert own.get("failed") == "0 TypeError: the rank's own"
 
 

@@ -129,7 +129,7 @@ def test_our_clusters_are_such() -> None:
     with MultiWorkerCluster(2, {}) as cluster:
         launch = detect_launch(cluster.environment(0))
     assert launch is not None
-    assert (launch.rendezvous, len(set(launch.workers))) == (("127.0.0.1", cluster.port), 2)
+    assert (launch.rendezvous, len(set(launch.workers))) == (("127.0.0.1", cluster.nodes[0].port), 2)
     with ParameterServerCluster(2, {"HOME": "/home"}, servers=3) as served:
         launches = [detect_launch(served.environment(rank)) for rank in range(served.size)]
     tasks = [launch.task for launch in launches if launch is not None]
