@@ -143,10 +143,7 @@ def set_values(values: Mapping[str, str]) -> None:
 
 
 def note_commit(step: int) -> None:
-    """Tells `keras-dist run --max-restarts` that a commit is complete. Does nothing without it.
-
-    For the chief, after each commit: it shows that ranks that crash later have come further than those before.
-    """
+    """Tells `keras-dist run --max-restarts` that ranks that crash later have come further than those before."""
     if path := get(COMMITTED):
         with contextlib.suppress(OSError):  # the training continues, though it may not be started again
             write_whole(Path(path), str(step).encode())

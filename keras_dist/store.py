@@ -80,10 +80,7 @@ def signature(secret: str, method: str, path: str, body: bytes) -> str:
 
 
 def is_of_this_user(client: Any, server: Any) -> bool:
-    """False for a connection over the loopback interface that another user than this one and root has opened.
-
-    Takes the IPv4 address and port of both ends.
-    """
+    """False for a connection over the loopback interface that another user than this one and root has opened."""
     if not str(server[0]).startswith("127.") or not _CONNECTIONS.exists():
         return True
     for of_end in _looked_up, _listed:

@@ -263,11 +263,7 @@ class _Worker:
 
 
 def _serve(descriptor: int, backend: str, options: Mapping[str, Any], threads: int) -> None:
-    """Runs the functions that arrive through a connection until it is closed: the program of a rank.
-
-    `descriptor` is the inherited end of the pipe; as many operations may run at once as there are `threads`: one for
-    each replica in this process.
-    """
+    """The program of a rank: runs functions that arrive through a pipe until it is closed."""
     parent = connection.Connection(descriptor)
     _answer(parent, functools.partial(_join, backend, options, threads))
     home = os.getcwd()
@@ -291,7 +287,7 @@ def _join(backend: str, options: Mapping[str, Any], threads: int) -> None:
     import tensorflow as tf
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    tf.config.threading.set_inter_op_parallelism_threads(threads)
+    tf.config.threading.set_inter_op_parallelism_threads(threads)  # one for each replica of this process
     import keras_dist
 
     emulation = find(backend).emulation

@@ -59,10 +59,7 @@ Send = Callable[[Any], None]
 
 
 def main(descriptor: int) -> None:
-    """Does the dry run that arrives through a pipe: the program of the process that compiles.
-
-    It sends reports, an error, and each task that it starts, with about how many seconds that takes.
-    """
+    """The program of the process that compiles: a dry run comes by a pipe; reports, an error and tasks go back."""
     channel = connection.Connection(descriptor)
     try:
         _dry_run(channel.send, **channel.recv())
@@ -93,10 +90,7 @@ def _dry_run(
 
 
 def find(graph: Any, layers: Sequence[str]) -> list[dict[str, Any]]:
-    """Returns the operations of a traced step that a TPU can't run, one per line of code, as in a `Report`.
-
-    `layers` has the names of the layers.
-    """
+    """Returns the operations of a traced step that a TPU can't run, one per line of code, as in a `Report`."""
     tpu_emulation.start_xla()
     found: dict[tuple[str, str, int], dict[str, Any]] = {}
     # A gradient operation has no line in the user's code: it is reported only if its layer has no other operation.
@@ -211,10 +205,7 @@ class DryRun:
     _is_cached: bool = True
 
     def run(self, batch: int, most_trials: int) -> Report:
-        """Compiles for this batch size, then searches for the largest that fits, with at most `most_trials` trials.
-
-        Sends one report again and again, each time with more results.
-        """
+        """Compiles for this batch size, then searches for the largest that fits. Sends the report as it grows."""
         model, target, share = self.found.model, self.target, -(-batch // self.target.replicas)
         self.send(("building the model",))
         with self.strategy.scope():

@@ -122,10 +122,7 @@ _SECONDS = {REQUIREMENTS: 150.0, _COMPILER: 60.0}
 
 
 def python_of(stream: TextIO) -> Path:
-    """Returns the Python of an environment that has the compiler; makes the environment if there is none.
-
-    It is in `KERAS_DIST_TPU_CHECK`, or in a folder of the user's cache for these pins.
-    """
+    """Returns the Python of the environment that has the compiler; makes it, for these pins, if there is none."""
     wanted = {"jax": "0.10.2", "libtpu": "0.", "tensorflow-cpu": "2.21."}  # of the extra `tpu-check`
     if all((installed_version(name) or "").startswith(version) for name, version in wanted.items()):
         return Path(sys.executable)

@@ -77,10 +77,7 @@ def installed_tensorflow() -> str | None:
 
 
 def check_requirements(options: BuildOptions, environ: Mapping[str, str]) -> str:
-    """Returns the TensorFlow to build for, after checking that the machine has everything that a build needs.
-
-    Names all that is missing, and how to install it.
-    """
+    """Returns the TensorFlow to build for. Names all that a build needs and is missing, and how to install it."""
     missing, packages = [], []
     for tool, (programs, names) in TOOLS.items():
         wanted = environ.get("CXX", "").split()[:1] if tool == COMPILER else []
@@ -378,10 +375,7 @@ class WheelCache:
         self._checksum = checksum_dir / f"{name}-{place}.sha256"
 
     def find(self) -> Path | None:
-        """Returns the wheel, or `None` if there is none, or it is damaged, or not the one that was built.
-
-        Refuses one that other users could have written.
-        """
+        """Returns the wheel, if it is whole and the one that was built. Refuses one that others could have written."""
         wheels = sorted(self.directory.glob("horovod-*.whl"))
         for path in (*wheels, self.directory, self._checksum):
             refuse_if_others_can_write(path, "installed from", "choose another folder with --wheel-dir")
@@ -392,10 +386,7 @@ class WheelCache:
     def find_or_build(
         self, build: Callable[[], contextlib.AbstractContextManager[Path]], force: bool, waiting: Callable[[], None]
     ) -> tuple[Path, bool]:
-        """Returns the wheel, built in a temporary directory if necessary, and whether it was built.
-
-        Calls `waiting` before it waits for another process that builds the same wheel.
-        """
+        """Returns the wheel and whether it was built. Calls `waiting` if another process builds the same."""
         remedy = "Choose another one with --wheel-dir or XDG_CACHE_HOME."
         with locked(self.directory / "lock", "The directory of wheels is not writable.", remedy, waiting):
             # Another process may have built it.
@@ -445,10 +436,7 @@ hvd.shutdown()
 
 
 def smoke_test(environ: Mapping[str, str], time_limit_s: float = 180.0, *, mpi: bool = False) -> float:
-    """All-reduces on two processes with the installed Horovod, compares the result, and returns the seconds.
-
-    The processes are new interpreters, which see what pip has just installed.
-    """
+    """All-reduces on two new processes, which see what pip has just installed. Returns the seconds that it took."""
     start, job = time.monotonic(), secrets.token_hex(8)
     launcher = [sys.executable, "-m", "keras_dist", "run", "--backend", "horovod", "-np", str(SIZE), "--output", "all"]
     if mpi:

@@ -63,10 +63,7 @@ def end(job: str) -> None:
 
 @contextlib.contextmanager
 def ended(job: str, folder: Path | None = None) -> Iterator[None]:
-    """Ends all processes of a job at the end of this context.
-
-    If this process is killed in it, they are ended too, and `folder` is removed.
-    """
+    """Ends all processes of a job at the end of this context, or when this process is killed; then removes `folder`."""
     # With -I and -S the program ignores the user's PYTHON* variables and site-packages.
     command = [sys.executable, "-I", "-S", __file__, job, *([] if folder is None else [str(folder)])]
     with subprocess.Popen(

@@ -49,10 +49,7 @@ def dumps_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def dumps_failure(error: BaseException, own_file: str) -> bytes:
-    """Pickles an error and its traceback, without the first frames in `own_file`.
-
-    If the error can't be pickled, it pickles the traceback alone.
-    """
+    """Pickles an error, if it can be, and its traceback without the first frames in `own_file`."""
     cloudpickle, trace = cloudpickle_module(), error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == own_file and trace.tb_next is not None:
         trace = trace.tb_next

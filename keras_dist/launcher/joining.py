@@ -139,10 +139,7 @@ def _listen(place: Place, show: Callable[[str], None]) -> tuple[socket.socket, s
 
 
 class Nodes:
-    """All nodes of a job, as node 0 sees them. The others connect to it.
-
-    `size` is the number of the ranks of node 0, `here`.
-    """
+    """All nodes of a job, as node 0 sees them: the others connect to it. `size` is the number of its own ranks."""
 
     def __init__(self, place: Place, size: int, backend: str, here: LocalRanks) -> None:
         self._place, self._events, self._show = place, here.events, here.console.print

@@ -1,7 +1,4 @@
-"""`keras-dist kube`: the manifests of Indexed Jobs of Kubernetes.
-
-The pods are the nodes of `keras-dist run`; with parameter servers they are the tasks of a `TF_CONFIG`.
-"""
+"""`keras-dist kube`: Indexed Jobs of Kubernetes; the pods are nodes of `keras-dist run` or tasks of `TF_CONFIG`."""
 
 from __future__ import annotations
 

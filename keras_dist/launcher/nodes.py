@@ -99,10 +99,7 @@ class Channel:
         return message
 
     def start(self, handle: Callable[[Message], None], on_lost: Callable[[], None]) -> None:
-        """Receives messages in a thread, which calls `handle` with each, but for answers.
-
-        It calls `on_lost` once the connection has ended: also if nothing has come for some time.
-        """
+        """Receives messages in a thread, for `handle` all but answers. Calls `on_lost` after the end, or a silence."""
         seconds = environment.seconds(environment.ANSWER_TIMEOUT, _ANSWER_SECONDS)
         self._socket.settimeout(seconds)
         closed = threading.Event()
@@ -170,10 +167,7 @@ class Node:
 
 
 class RemoteNode(Node):
-    """Another machine, as the launcher of node 0 sees it: does what `LocalRanks` does.
-
-    `events` gets the ends of its ranks, and the signals that its launcher receives. `place` is as for `Node`.
-    """
+    """Another machine, as the launcher of node 0 sees it: does what `LocalRanks` does. `place` is as for `Node`."""
 
     store: store.Server  # of the ranks of all nodes, another one for each start
 

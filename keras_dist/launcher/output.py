@@ -81,10 +81,7 @@ class CellConsole(Console):
 
 
 class Lines:
-    """Leaves out lines that begin with a note, and writes the others with a prefix.
-
-    Either whole lines only, or at once all that can't be a note.
-    """
+    """Leaves out notes, and writes the other lines with a prefix: as a whole, or at once what can't be a note."""
 
     def __init__(
         self, write: Callable[[bytes], None], *, prefix: str = "", whole: bool = True, notes: tuple[bytes, ...] = ()

@@ -146,10 +146,7 @@ class LocalRanks:
     _guard: contextlib.ExitStack = dataclasses.field(init=False, default_factory=contextlib.ExitStack)
 
     def start(self, rank: int, variables: Mapping[str, str], restart: int) -> RankOutput:
-        """Starts a rank, with `variables` added to its environment. `restart` says how often all were started before.
-
-        For a thread that lives as long as the rank.
-        """
+        """Starts a rank, with `variables` in its environment. For a thread that lives as long as the rank."""
         if not self._processes:
             self._guard.enter_context(descendants.ended(variables[descendants.JOB], self.folder))
         output = RankOutput(rank, self.mode, self.log_dir, self.console, restart, self.title)
@@ -214,10 +211,7 @@ class LocalRanks:
 def on_stop_signals(
     handle: Callable[[signal.Signals], object] | None = None, also: Sequence[signal.Signals] = ()
 ) -> Iterator[None]:
-    """Calls `handle`, or raises `Stopped`, at each signal that asks this process to stop, or of `also`.
-
-    For the main thread only.
-    """
+    """Calls `handle`, or raises `Stopped`, at each signal to stop or of `also`. For the main thread only."""
 
     def handler(signum: int, frame: object) -> None:
         if handle is None:

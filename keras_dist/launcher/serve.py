@@ -64,10 +64,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def serve_all(workers: int, servers: int, path: str, environ: Mapping[str, str]) -> int:
-    """Runs a whole standing cluster on this machine, on free ports, until it receives a signal to stop.
-
-    It writes the addresses to the new file `path`.
-    """
+    """Runs a whole standing cluster on this machine until a signal to stop. Writes its addresses to a new file."""
     with ParameterServerCluster(workers, environ, servers=servers) as cluster:
         jobs = cluster.jobs
     addresses = json.dumps(jobs) + "\n"
