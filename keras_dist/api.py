@@ -232,8 +232,7 @@ def distribute(
     backend = used_backend()
     if not isinstance(target, keras.Model | keras.optimizers.Optimizer):
         raise ConfigurationError(
-            "Only a Keras model or optimizer can be distributed.",
-            f"{type(target).__module__}.{type(target).__name__}",
+            "Only a Keras model or optimizer can be distributed.", f"{type(target).__module__}.{type(target).__name__}",
             "Pass a keras.Model, compiled or not. Models of tf_keras (Keras 2) are not supported.",
         )
     options = Options(data, batch, scale_learning_rate, exact, verify, tune)

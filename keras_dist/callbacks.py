@@ -206,8 +206,7 @@ def _parse(every: Any) -> tuple[float | None, int | None]:
     if found is not None:
         return float(found[1]) * _SECONDS[found[2]], None
     raise ConfigurationError(
-        "Unknown time between commits.",
-        f"every={every!r}",
+        "Unknown time between commits.", f"every={every!r}",
         'Pass a time ("300s", "10min", "1h"), a number of batches, or "epoch".',
     )
 
@@ -398,8 +397,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         if self._steps() is None:
             raise ConfigurationError(
-                "LearningRateWarmup needs the number of steps in an epoch.",
-                "steps=None (a dataset of unknown length)",
+                "LearningRateWarmup needs the number of steps in an epoch.", "steps=None (a dataset of unknown length)",
                 "Pass it: LearningRateWarmup(steps_per_epoch=...), or `steps_per_epoch` of `fit`.",
             )
 

@@ -24,8 +24,7 @@ def current_backend() -> Backend:
     """Returns the backend that `kd.init()` has started, and raises before."""
     if _backend is None:
         raise DistributionError(
-            "keras_dist is not initialized.",
-            "a call before kd.init()",
+            "keras_dist is not initialized.", "a call before kd.init()",
             "Call kd.init() first, at the top of the script.",
         )
     return _backend

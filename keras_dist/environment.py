@@ -95,8 +95,7 @@ def seconds(name: str, default: float) -> float:
         number = -1
     if number <= 0:
         raise ConfigurationError(
-            f"{name} must be a positive number of seconds.",
-            f"{name}={text!r}",
+            f"{name} must be a positive number of seconds.", f"{name}={text!r}",
             f"Unset it for the default of {default:g} s.",
         )
     return number
@@ -238,8 +237,7 @@ def _integer(environ: Mapping[str, str], name: str) -> int:
         return int(environ[name])
     except (KeyError, ValueError):
         raise ConfigurationError(
-            f"The launcher's environment is incomplete: {name} must be an integer.",
-            f"{name}={environ.get(name)!r}",
+            f"The launcher's environment is incomplete: {name} must be an integer.", f"{name}={environ.get(name)!r}",
             "Start the script with `keras-dist run -np N train.py` or `horovodrun -np N python train.py`, "
             "or unset the HOROVOD_* variables of an earlier launch.",
         ) from None

@@ -95,8 +95,7 @@ def check_choice(what: str, name: str, value: Any, choices: Iterable[Any], also:
 def other_keras_backend(received: str) -> ConfigurationError:
     """Returns the error for Keras on JAX, PyTorch or NumPy."""
     return ConfigurationError(
-        "keras_dist trains with Keras on TensorFlow.",
-        received,
+        "keras_dist trains with Keras on TensorFlow.", received,
         'Set KERAS_BACKEND=tensorflow before Keras is imported, or "backend": "tensorflow" in ~/.keras/keras.json.',
     )
 
@@ -109,7 +108,6 @@ def missing_package(error: ModuleNotFoundError) -> ConfigurationError | None:
     if error.name != "tensorflow":
         return None
     return ConfigurationError(
-        "TensorFlow is not installed.",
-        received,
+        "TensorFlow is not installed.", received,
         "Install it with an extra of keras_dist: `pip install '.[cpu]'`, '.[gpu]' or '.[tpu]' in a clone of it.",
     )

@@ -47,14 +47,12 @@ def run(script: Path, arguments: Sequence[str], strategy: tf.distribute.Strategy
         raise
     except (Exception, SystemExit) as error:
         raise ConfigurationError(
-            "The script ended before it called `fit`.",
-            f"{type(error).__name__}: {error}",
+            "The script ended before it called `fit`.", f"{type(error).__name__}: {error}",
             "Run it with plain `python` first. Its arguments come after `--`: "
             f"keras-dist dry-run {script.name} --target v5e-8 -- --epochs 1",
         ) from error
     raise ConfigurationError(
-        "The script never called `model.fit`, so there is no step to compile.",
-        str(script),
+        "The script never called `model.fit`, so there is no step to compile.", str(script),
         "A dry run captures the first call of `fit` or `train_on_batch`; for a custom training loop use "
         "kd.tpu_dry_run(model, batch, target=...).",
     )
@@ -66,8 +64,7 @@ def load(path: str, specs: Any, strategy: tf.distribute.Strategy) -> Captured:
             return Captured(keras.saving.load_model(path), specs)
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
-            "The model can't be loaded in the process of the dry run.",
-            str(error).splitlines()[0],
+            "The model can't be loaded in the process of the dry run.", str(error).splitlines()[0],
             "Put its custom classes into a module that can be imported, registered with "
             "@keras.saving.register_keras_serializable(), or use `keras-dist dry-run train.py`.",
         ) from error
@@ -115,8 +112,7 @@ def specs_of(batch: Any) -> Any:
     def spec(leaf: Any) -> tf.TensorSpec:
         if isinstance(leaf, tf.RaggedTensor | tf.SparseTensor):
             raise ConfigurationError(
-                "A TPU needs data of a fixed shape.",
-                f"a {type(leaf).__name__} in the data of `fit`",
+                "A TPU needs data of a fixed shape.", f"a {type(leaf).__name__} in the data of `fit`",
                 "Make it dense in the dataset: `to_tensor(shape=...)`, `tf.sparse.to_dense`.",
             )
         if not tf.is_tensor(leaf):

@@ -69,8 +69,7 @@ def main(descriptor: int) -> None:
         traceback.print_exc()
         channel.send(
             ConfigurationError(
-                "The step can't be traced for a TPU.",
-                f"{type(error).__name__}: {error}",
+                "The step can't be traced for a TPU.", f"{type(error).__name__}: {error}",
                 "The traceback above shows where. Plain Keras must be able to trace it without `run_eagerly`.",
             )
         )

@@ -69,8 +69,7 @@ def dry_run(
                 answer = channel.recv()
             except (EOFError, OSError) as error:
                 raise DistributionError(
-                    "The process that compiles ended without a result.",
-                    f"exit code {process.wait()}",
+                    "The process that compiles ended without a result.", f"exit code {process.wait()}",
                     "With -9 the machine ran out of memory, with -15 somebody ended it. Any other code is a crash: its "
                     "output is above.",
                 ) from error

@@ -38,8 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     if args.target or args.module:
         raise ConfigurationError(
-            "keras-dist selftest runs no script.",
-            " ".join(args.target) or "-m",
+            "keras-dist selftest runs no script.", " ".join(args.target) or "-m",
             "Leave it out. To try a script, run it with KERAS_DIST_VERIFY=1.",
         )
     given = [f"--{name}" for name in ("workers", "ps", "serve") if getattr(args, name)]
@@ -47,8 +46,7 @@ def main(args: argparse.Namespace) -> int:
         given.append(f"--backend {args.backend}")
     if given:
         raise ConfigurationError(
-            "keras-dist selftest tests ranks, and parameter servers have none.",
-            ", ".join(given),
+            "keras-dist selftest tests ranks, and parameter servers have none.", ", ".join(given),
             "Use -np; `keras-dist run --workers 2 --ps 1 train.py` with KERAS_DIST_VERIFY=1 tests a script with them.",
         )
     launch = environment.detect_launch()
