@@ -186,8 +186,10 @@ class RankLoop(Loop, Verified):
         self._backend.distribute(optimizer, Options())
 
     def _counts(self, args: tuple[Any, ...]) -> tuple[Any, Any, Any]:
-        if shares := [arg for arg in args if isinstance(arg, Share)]:
-            return shares[0].count, shares[0].total, shares[0].fingerprint
+        for arg in args:
+            if isinstance(arg, Share | Shares):
+                share = joined(arg) if isinstance(arg, Shares) else arg
+                return share.count, share.total, share.fingerprint
         count = row_count(args)
         total = self._backend.all_reduce_exact(tf.cast(count, tf.float64), "keras_dist_loop_total")
         return count, tf.cast(total, tf.int32), tf.constant(0.0)
@@ -235,9 +237,6 @@ class ReplicaLoop(RankLoop):
         nothing = tf.constant(0.0)  # each rank has other data
         parts = [part._replace(total=tf.cast(total, tf.int32), fingerprint=nothing) for part in shares.parts]
         return Shares(tuple(parts))
-
-    def _total_of(self, args: tuple[Any, ...]) -> Any:
-        return next(arg for arg in args if isinstance(arg, Shares)).parts[0].total
 
     def _run_on_shares(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         shares, topology = next(arg for arg in args if isinstance(arg, Shares)), self._backend.topology

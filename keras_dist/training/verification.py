@@ -211,7 +211,7 @@ class Verification:
         self._backend = backend
         self._verified = verified
         self._name = name
-        self._model = model
+        self._model: Any = model
         self._others: dict[str, tf.Variable] = {}  # what is compared too and Keras doesn't know, by name
         self._has_rows = True  # the rows of a sparse gradient are compared too, beside their sums
         self._suspects = Suspects()  # in the last step in one place
@@ -266,7 +266,7 @@ class Verification:
 
         def judge(tables: np.ndarray, total: np.ndarray) -> np.bool_:
             if (verification := this()) is not None:
-                verification._judge(wanted, tables, int(total), suspects)
+                verification.judge(wanted, tables, int(total), suspects)
             return np.bool_(True)
 
         if tf.executing_eagerly():
@@ -291,14 +291,14 @@ class Verification:
             return None if errors else found
 
         def judge(wanted: _Quantities, tables: Any, suspects: Suspects, disturbed: Any = None) -> None:
-            self._judge(wanted, tables, total, suspects, disturbed, which)
+            self.judge(wanted, tables, total, suspects, disturbed, which)
 
         self._remedy = " If this is meant to be, turn the check off: kd.distribute(model, verify=False)."
         total = int(row_count(batch))
         # Which rows replicas put together is read from the graph of the step.
         self._others, self._has_rows = trial.attributes.variables(), graph is None
         # Between epochs each rank has statistics of its own, as of BatchNormalization.
-        statistics = [] if self._model is None else keras_model.float_statistics(self._model)
+        statistics = keras_model.float_statistics(self._model)
         of_chief = self._backend.broadcast_arrays([np.asarray(variable.value) for variable in statistics])
         self._begins_with = list(zip(statistics, of_chief, strict=True))
         if (expected := in_one_place()) is None:
@@ -460,7 +460,7 @@ class Verification:
         is_alone = self._backend.topology.size == 1
         return wanted, table if is_alone else self._backend.all_gather(table, "keras_dist_verified_table")
 
-    def _judge(
+    def judge(
         self, expected: _Quantities, tables: np.ndarray, total: int, suspects: Suspects,
         disturbed: np.ndarray | None = None, which: str = "",
     ) -> None:  # fmt: skip
@@ -481,9 +481,9 @@ class Verification:
                 for each in wrong[:3]
             )
             more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+            step = which or f"step {self.steps}"
             self.error = MismatchError(
-                f"verify: {which or f'step {self.steps}'} of {self._name} "
-                "computes something else than one process would.",
+                f"verify: {step} of {self._name} computes something else than one process would.",
                 f"a batch of {total} examples on {self._backend.num_replicas} replicas: {shown}{more}",
                 likely_cause(wrong, self._backend, suspects, differs_by_rank) + self._remedy,
             )
@@ -518,7 +518,7 @@ def _in_this_graph(outputs: Sequence[Any]) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _rounded_again(model: keras.Model | None, seed: int) -> Iterator[None]:
+def _rounded_again(model: keras.Model, seed: int) -> Iterator[None]:
     """In this context a step computes with weights, and optimizers with gradients, that rounding has changed."""
     generator = np.random.default_rng(seed)
 
@@ -528,10 +528,10 @@ def _rounded_again(model: keras.Model | None, seed: int) -> Iterator[None]:
         return plain([_rounded(gradient, size, generator) for gradient in gradients])
 
     with contextlib.ExitStack() as stack:
-        for variable in [] if model is None else model.trainable_variables:
+        for variable in model.trainable_variables:
             value = value_of(variable)
             variable.assign(_rounded(value, tf.abs(value), generator))
-        for optimizer in [] if model is None else optimizers_of(model):
+        for optimizer in optimizers_of(model):
             plain = getattr(optimizer, CLIP_GRADIENTS)
             stack.enter_context(attached(optimizer, CLIP_GRADIENTS, functools.partial(clip, plain)))
         yield
