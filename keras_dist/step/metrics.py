@@ -271,7 +271,6 @@ class Logs:
         return lambda: function(*[results[index][1]() for index in indices])
 
     def is_known(self, kind: str, name: str) -> bool:
-        """True if a log depends on results of metrics only."""
         return name in self._known[kind]
 
     def results(self, kind: str) -> dict[str, Any]:

@@ -310,7 +310,6 @@ class DistributedModel(Verified):
         return losses.of_own_function(self._backend, counted, function, (call.args, call.kwargs))
 
     def _symbolic_build(self, call: Call) -> None:
-        """Builds the model before its first step."""
         raise NotImplementedError
 
     # --- The strategy that Keras uses ---
@@ -429,7 +428,6 @@ class DistributedModel(Verified):
                 keras_model.update_without_gradients(optimizer)
 
     def _check_own_code(self, kind: str, rows: FirstRows) -> None:
-        """Compares a step on the first rows of its batch with one process."""
         if self.exact:
             refusals.check_draws(suspects_in(rows.graph).random)
         with self._in_call(f"the check of {kind}ing steps"):
@@ -495,7 +493,6 @@ class DistributedModel(Verified):
             yield
 
     def _describe_share(self) -> str:
-        """Returns what a step sees, for the error of a step."""
         size = self._backend.num_replicas
         return f"a step sees the share of its replica only, about n / {size} of the n rows of a batch."
 
@@ -510,7 +507,6 @@ class DistributedModel(Verified):
         """Compares the weights of all replicas, and averages their statistics."""
 
     def _writing(self, call: Call) -> Any:
-        """The context in which the chief writes a file."""
         return self.local()
 
     def _make_function(self, kind: str, call: Call) -> None:

@@ -167,7 +167,6 @@ class Tuning(keras.callbacks.Callback):
 
     @contextlib.contextmanager
     def fit(self) -> Iterator[None]:
-        """The context of a call of `fit`."""
         if self._made is not self._model.train_function:  # compiled or made again
             self._forget()
         self._epoch_iterator = None

@@ -311,8 +311,6 @@ def rows_of_all(of_all: Callable[..., Any], *leaves: Any) -> Any:
 
 
 def as_tensors(batch: Any) -> Any:
-    """Converts the arrays of a batch to tensors."""
-
     def tensor(leaf: Any) -> Any:
         stays = leaf is None or isinstance(leaf, tf.RaggedTensor | tf.SparseTensor)
         return leaf if stays else tf.convert_to_tensor(leaf)
