@@ -21,11 +21,7 @@ from typing import NoReturn
 import keras  # noqa: F401
 import tensorflow  # noqa: F401
 
-from keras_dist.backends.parameter_server import (
-    backend,  # noqa: F401
-    cluster,  # noqa: F401
-    workers,  # noqa: F401
-)
+from keras_dist.backends.parameter_server import backend, cluster  # noqa: F401
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 

@@ -6,27 +6,243 @@ the coordinator's graph.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
+import operator
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import keras
 import tensorflow as tf
 
 from keras_dist.backends.parameter_server import cluster as tasks
-from keras_dist.backends.parameter_server.cluster import COORDINATOR, SERVER, WORKER
-from keras_dist.backends.parameter_server.coordinator import Coordinator
+from keras_dist.backends.parameter_server.cluster import COORDINATOR, HERE, SERVER, WORKER
+from keras_dist.backends.parameter_server.coordinator import Coordinator, Workers
+from keras_dist.backends.parameter_server.engine import AsyncEngine, SyncEngine, Tried
+from keras_dist.backends.parameter_server.exchange import whole_of
 from keras_dist.backends.parameter_server.functions import prepare_optimizer
-from keras_dist.backends.parameter_server.model import CoordinatorModel
-from keras_dist.backends.parameter_server.shards import INPUT_CONTEXT, DatasetFunction, Function
-from keras_dist.backends.parameter_server.workers import Workers
+from keras_dist.backends.parameter_server.shards import (
+    INPUT_CONTEXT,
+    DatasetFunction,
+    Function,
+    Pass,
+    not_read_here,
+    stood_for,
+)
 from keras_dist.comm.backend import Priority, join_seconds
-from keras_dist.data.shares import examples_of, shard_dataset
+from keras_dist.compat import keras_fit, keras_model
+from keras_dist.compat.keras_model import attach
+from keras_dist.data.shares import Shares, examples_of, shard_dataset
 from keras_dist.environment import Launch
 from keras_dist.errors import ConfigurationError, NotSupportedError, check_choice
+from keras_dist.logging import logger
+from keras_dist.step.optimizer import build_optimizer, parts_of, variables_of
+from keras_dist.training.call import Call
 from keras_dist.training.loop import Loop, ReplicaLoop
+from keras_dist.training.model import ReplicaModel
 from keras_dist.training.options import Options
+from keras_dist.training.trial import FirstRows, descending, state_of
+
+_SMALL = 2**24  # numbers of a variable
+
+
+class CoordinatorModel(ReplicaModel):
+    """A model that computes on the workers, and whose variables are on the servers.
+
+    Its data are the script's own batches, or as many of them together as there are workers.
+    """
+
+    _backend: Coordinator
+    _spec: Any = None  # what the step that is tried out is traced for
+
+    def __init__(self, model: keras.Model, backend: Coordinator, options: Options) -> None:
+        super().__init__(model, backend, options)
+        self._engine: SyncEngine | None = None
+        self._traced_for: Sequence[Any] = []
+        self._is_settled = False  # two steps in a row found what the engine was made for
+        self._waits = False
+
+    def _compile(self, call: Call) -> None:
+        self._engine = None
+        super()._compile(call)
+
+    def _prepare_optimizers(self) -> list[Any]:
+        self._check_strategy()
+        with self._explained():
+            self._backend.placement.place_model(self._model)
+            return super()._prepare_optimizers()
+
+    def _prepare_optimizer(self, optimizer: Any) -> None:
+        for part in parts_of(optimizer) if self._backend.mode == "async" else ():
+            if part.gradient_accumulation_steps:
+                raise NotSupportedError(
+                    "Workers that don't wait for each other can't accumulate gradients in one place.",
+                    f"gradient_accumulation_steps={part.gradient_accumulation_steps} in mode='async'",
+                    "Leave it out, or use kd.ParameterServer(mode='sync').",
+                )
+        prepare_optimizer(optimizer, self._backend)
+
+    @contextlib.contextmanager
+    def _running(self, call: Call) -> Iterator[None]:
+        with super()._running(call), keras_fit.epoch_iterators(self._exchange):
+            for argument in ("x", "validation_data"):
+                given = call.get(argument)
+                if not isinstance(given, DatasetFunction):
+                    continue
+                if call.name not in ("fit", "evaluate"):
+                    raise not_read_here(f"kd.shard(function) in model.{call.name}")
+                weights = call.get("class_weight") if argument == "x" else None
+                if weights is not None:
+                    call.set("class_weight", None)
+                    given = given.weighted(weights)
+                call.set(argument, given.stand_in())  # a dataset that Keras knows
+            self._waits = call.name == "train_on_batch"
+            try:
+                yield
+            except BaseException:
+                if self._engine is not None:
+                    self._engine.forget()
+                raise
+            finally:
+                self._drain()
+
+    def _exchange(self, epoch_iterator: Any) -> None:
+        """Makes Keras iterate over the data that workers read, where it was given a stand-in."""
+        on_workers = stood_for(keras_fit.distributed_dataset(epoch_iterator))
+        if on_workers is not None:
+            per_epoch, at_once = epoch_iterator.steps_per_epoch, epoch_iterator.steps_per_execution
+            limit = per_epoch and -(-per_epoch // at_once) * at_once
+            keras_fit.set_dataset(epoch_iterator, Pass(on_workers, limit))
+        # At the end of an epoch Keras waits for all devices, and would meet the error of a worker that was lost.
+        attach(epoch_iterator, "tf_sync", self._drain)
+
+    def _drain(self) -> None:
+        if self._engine is not None:
+            self._engine.drain()
+
+    def _symbolic_build(self, call: Call) -> None:
+        """Builds the optimizer too, before anything is traced, and moves all variables to the servers."""
+        super()._symbolic_build(call)
+        optimizer = getattr(self._model, "optimizer", None)
+        if isinstance(optimizer, keras.Optimizer) and not optimizer.built and self._model.built:
+            self._prepare_optimizers()
+            build_optimizer(optimizer, self._model.trainable_variables)
+        self._prepare_optimizers()
+
+    def _ready_engine(self) -> SyncEngine:
+        """Returns the engine; a new one if what was traced no longer holds."""
+        if self._engine is not None and self._is_settled and not self._model.run_eagerly:
+            return self._engine
+        model, optimizers = self._model, self._prepare_optimizers()
+        # Which weights are trained is decided by `compile`, as in plain Keras.
+        variables = [*model.variables, *model.metrics_variables]
+        variables += [variable for optimizer in optimizers for variable in variables_of(optimizer)]
+        # The objects themselves, not their ids: the id of a variable that is gone may be given to another one.
+        now = [*map(keras_model.backing, variables), *optimizers, model.run_eagerly]
+        is_same = len(now) == len(self._traced_for) and all(map(operator.is_, now, self._traced_for))
+        self._is_settled = self._engine is not None and is_same
+        if self._engine is None or not is_same:
+            engine = AsyncEngine if self._backend.mode == "async" else SyncEngine
+            self._engine = engine(model, self._backend, self)
+            self._traced_for = now
+        return self._engine
+
+    def _make_function(self, kind: str, call: Call) -> None:
+        self._is_settled = False
+        self._refuse_own_function(f"{kind}_function")
+
+        def function(iterator: Any) -> Any:
+            engine = self._ready_engine()
+            return engine.train(iterator, self._waits) if kind == "train" else engine.test(iterator)
+
+        # Unless they are exact, each worker evaluates whole batches, as plain Keras does.
+        is_on_shares = kind == "train" or self.exact
+        checked = self._with_check(kind, self._noted(function)) if is_on_shares else function
+        attach(self._model, f"{kind}_function", checked)
+
+    def _count_end_of_data(self, iterator: Any) -> None:
+        if not isinstance(iterator, Pass):  # of what workers read, only they know the length
+            super()._count_end_of_data(iterator)
+
+    def _check_own_code(self, kind: str, rows: FirstRows) -> None:
+        """Tries steps out on copies of the variables here, except for large tables: of these a few rows are read."""
+        if self._backend.workers.hang:
+            logger().warning("a worker hangs, so a step of %sing is not compared with one process.", kind)
+            return
+        optimizers = self._optimizers()
+        with descending(optimizers):
+            variables = [*self._model.variables, *itertools.chain.from_iterable(map(state_of, optimizers))]
+        small = [each for each in variables if keras_model.backing(each).shape.num_elements() <= _SMALL]
+        rows.away = list(map(keras_model.backing, small))
+        with self._backend.placement.at_home(small):
+            super()._check_own_code(kind, rows)
+
+    def _make_predict_function(self, call: Call) -> None:
+        attach(self._model, "predict_function", lambda batches: self._ready_engine().predict(batches))
+
+    def _collect_logs(self, call: Call) -> None:
+        """Waits until all steps are done. No other rank has counted anything."""
+        if self._engine is not None:
+            call.change("logs", self._engine.last_logs)
+
+    def _writing(self, call: Call) -> contextlib.AbstractContextManager[None]:
+        """What Keras itself writes it reads first; TensorFlow writes a SavedModel, where the variables are."""
+        if call.name == "export":
+            return self._backend.placement.at_home(self._model.variables)
+        return contextlib.nullcontext()
+
+    # --- The strategy that Keras uses ---
+
+    @contextlib.contextmanager
+    def local(self) -> Iterator[None]:
+        """There is no model of this process alone: its variables are on the servers."""
+        yield
+
+    def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        if (on_workers := stood_for(dataset)) is not None:  # each worker reads a batch of its own anyway
+            self.given, self.element_spec, self._groups_next = dataset, on_workers.element_spec, False
+            self.distribute = None
+            return dataset
+        return super().experimental_distribute_dataset(dataset)
+
+    def prepare(self, epoch_iterator: Any) -> None:
+        if isinstance(keras_fit.distributed_dataset(epoch_iterator), tf.data.Dataset):
+            super().prepare(epoch_iterator)
+
+    def _read(self, dataset: tf.data.Dataset, mode: str) -> tf.data.Dataset:
+        return dataset
+
+    # --- Verification. With verify=True the engine asks for it: its steps are not run by Keras. ---
+
+    def whole(self, batch: Tried) -> Any:
+        self._spec = batch.spec
+        return whole_of(batch.read())
+
+    def plain(self, function: Callable[..., Any], whole: Any) -> Any:
+        """Keras may compute something else if it knows the number of rows: it counts a batch, or each row of it."""
+        if self._spec is not None and not tf.executing_eagerly():
+            hidden = tf.compat.v1.placeholder_with_default
+            whole = tf.nest.map_structure(
+                lambda leaf, spec: hidden(leaf, spec.shape) if isinstance(leaf, tf.Tensor) else leaf, whole, self._spec
+            )
+        return super().plain(function, whole)
+
+    def _run(self, function: Callable[..., Any], batch: Any) -> Any:
+        if isinstance(batch, Tried):
+            assert self._applied is not None
+            return batch.run(self._applied)
+        return super()._run(function, batch)  # a few rows, on replicas in this process
+
+    def _step_on(self, shares: Shares, function: Callable[..., Any]) -> Callable[[int], Any]:
+        step = super()._step_on(shares, function)
+
+        def here(index: int) -> Any:
+            with tf.device(HERE):
+                return step(index)
+
+        return here
 
 
 class CoordinatorLoop(ReplicaLoop):

@@ -14,11 +14,10 @@ import keras
 import tensorflow as tf
 
 from keras_dist.backends.parameter_server import exchange
-from keras_dist.backends.parameter_server.coordinator import Coordinator
+from keras_dist.backends.parameter_server.coordinator import Coordinator, Job, RemoteFunction
 from keras_dist.backends.parameter_server.exchange import Known, Logs, Outputs, spec_of, type_of, without_optionals
 from keras_dist.backends.parameter_server.functions import Functions, shifted_seeds
 from keras_dist.backends.parameter_server.shards import Done, Pass, RemoteSteps, ShardBatch, ShardReader
-from keras_dist.backends.parameter_server.workers import Job, RemoteFunction
 from keras_dist.data.shares import Share, any_batch_size, row_count
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
