@@ -18,19 +18,12 @@ import keras
 import tensorflow as tf
 
 from keras_dist.backends.parameter_server import cluster as tasks
+from keras_dist.backends.parameter_server import shards
 from keras_dist.backends.parameter_server.cluster import COORDINATOR, HERE, SERVER, WORKER
-from keras_dist.backends.parameter_server.coordinator import Coordinator, Workers
+from keras_dist.backends.parameter_server.coordinator import Coordinator, Workers, at_home
 from keras_dist.backends.parameter_server.engine import AsyncEngine, SyncEngine, Tried
 from keras_dist.backends.parameter_server.exchange import whole_of
 from keras_dist.backends.parameter_server.functions import prepare_optimizer
-from keras_dist.backends.parameter_server.shards import (
-    INPUT_CONTEXT,
-    DatasetFunction,
-    Function,
-    Pass,
-    not_read_here,
-    stood_for,
-)
 from keras_dist.comm.backend import Priority, join_seconds
 from keras_dist.compat import keras_fit, keras_model
 from keras_dist.compat.keras_model import attach
@@ -71,7 +64,7 @@ class CoordinatorModel(ReplicaModel):
     def _prepare_optimizers(self) -> list[Any]:
         self._check_strategy()
         with self._explained():
-            self._backend.placement.place_model(self._model)
+            self._backend.place(self._model.weights)  # metrics and random states stay in this process
             return super()._prepare_optimizers()
 
     def _prepare_optimizer(self, optimizer: Any) -> None:
@@ -89,10 +82,10 @@ class CoordinatorModel(ReplicaModel):
         with super()._running(call), keras_fit.epoch_iterators(self._exchange):
             for argument in ("x", "validation_data"):
                 given = call.get(argument)
-                if not isinstance(given, DatasetFunction):
+                if not isinstance(given, shards.DatasetFunction):
                     continue
                 if call.name not in ("fit", "evaluate"):
-                    raise not_read_here(f"kd.shard(function) in model.{call.name}")
+                    raise shards.not_read_here(f"kd.shard(function) in model.{call.name}")
                 weights = call.get("class_weight") if argument == "x" else None
                 if weights is not None:
                     call.set("class_weight", None)
@@ -110,11 +103,11 @@ class CoordinatorModel(ReplicaModel):
 
     def _exchange(self, epoch_iterator: Any) -> None:
         """Makes Keras iterate over the data that workers read, where it was given a stand-in."""
-        on_workers = stood_for(keras_fit.distributed_dataset(epoch_iterator))
+        on_workers = shards.stood_for(keras_fit.distributed_dataset(epoch_iterator))
         if on_workers is not None:
             per_epoch, at_once = epoch_iterator.steps_per_epoch, epoch_iterator.steps_per_execution
             limit = per_epoch and -(-per_epoch // at_once) * at_once
-            keras_fit.set_dataset(epoch_iterator, Pass(on_workers, limit))
+            keras_fit.set_dataset(epoch_iterator, shards.Pass(on_workers, limit))
         # At the end of an epoch Keras waits for all devices, and would meet the error of a worker that was lost.
         attach(epoch_iterator, "tf_sync", self._drain)
 
@@ -163,7 +156,7 @@ class CoordinatorModel(ReplicaModel):
         attach(self._model, f"{kind}_function", checked)
 
     def _count_end_of_data(self, iterator: Any) -> None:
-        if not isinstance(iterator, Pass):  # of what workers read, only they know the length
+        if not isinstance(iterator, shards.Pass):  # of what workers read, only they know the length
             super()._count_end_of_data(iterator)
 
     def _check_own_code(self, kind: str, rows: FirstRows) -> None:
@@ -176,7 +169,7 @@ class CoordinatorModel(ReplicaModel):
             variables = [*self._model.variables, *itertools.chain.from_iterable(map(state_of, optimizers))]
         small = [each for each in variables if keras_model.backing(each).shape.num_elements() <= _SMALL]
         rows.away = list(map(keras_model.backing, small))
-        with self._backend.placement.at_home(small):
+        with at_home(small):
             super()._check_own_code(kind, rows)
 
     def _make_predict_function(self, call: Call) -> None:
@@ -190,7 +183,7 @@ class CoordinatorModel(ReplicaModel):
     def _writing(self, call: Call) -> contextlib.AbstractContextManager[None]:
         """What Keras itself writes it reads first; TensorFlow writes a SavedModel, where the variables are."""
         if call.name == "export":
-            return self._backend.placement.at_home(self._model.variables)
+            return at_home(self._model.variables)
         return contextlib.nullcontext()
 
     # --- The strategy that Keras uses ---
@@ -201,7 +194,7 @@ class CoordinatorModel(ReplicaModel):
         yield
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        if (on_workers := stood_for(dataset)) is not None:  # each worker reads a batch of its own anyway
+        if (on_workers := shards.stood_for(dataset)) is not None:  # each worker reads a batch of its own anyway
             self.given, self.element_spec, self._groups_next = dataset, on_workers.element_spec, False
             self.distribute = None
             return dataset
@@ -253,14 +246,14 @@ class CoordinatorLoop(ReplicaLoop):
 
     _backend: Coordinator
 
-    def _sharded(self, source: Function) -> Any:
-        context = INPUT_CONTEXT.get()
+    def _sharded(self, source: shards.Function) -> Any:
+        context = shards.INPUT_CONTEXT.get()
         if context is not None:
             return source(context)
-        return DatasetFunction(source, self._backend.workers.size, self._backend.num_replicas)
+        return shards.DatasetFunction(source, self._backend.workers.size, self._backend.num_replicas)
 
     def _split(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        context = INPUT_CONTEXT.get()
+        context = shards.INPUT_CONTEXT.get()
         if context is None:
             check_mode(self._backend, "kd.shard(dataset)")
             return super()._split(dataset)

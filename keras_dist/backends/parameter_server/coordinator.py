@@ -381,50 +381,19 @@ def _copied(structure: Any) -> Any:
 _ATTACHED = "_keras_dist_placed"  # attribute of an optimizer
 
 
-class Placement:
-    """Moves variables to servers, which have these devices."""
-
-    def __init__(self, devices: Sequence[str]) -> None:
-        self._bytes = dict.fromkeys(devices, 0)
-
-    def place_model(self, model: keras.Model) -> None:
-        """Moves the weights of a model that are not on a server. Metrics and random states stay in this process."""
-        for variable in model.weights:
-            self._place(variable)
-
-    def place_optimizer(self, optimizer: Any) -> None:
-        """Moves an optimizer's existing variables, and makes it place new slots beside the variables they are for."""
-        for part in parts_of(optimizer):
-            if getattr(part, _ATTACHED, None) is None:
-                attach(part, _ATTACHED, True)
-                attach(part, "add_variable_from_reference", _on_server_of(0, part.add_variable_from_reference))
-                attach(part, "update_step", _on_server_of(1, part.update_step))
-        for variable in variables_of(optimizer):
-            if not keras_random.is_seed(variable):
-                self._place(variable)
-
-    @contextlib.contextmanager
-    def at_home(self, variables: Sequence[Any]) -> Iterator[None]:
-        """While this is entered, copies of variables are here, where TensorFlow writes a file."""
-        away = [(variable, keras_model.backing(variable)) for variable in variables]
-        with concurrent.futures.ThreadPoolExecutor() as pool:  # several come at the same time
-            copies = list(pool.map(lambda variable: _copied_to(HERE, variable), variables))
-        for variable, copy in zip(variables, copies, strict=True):
-            keras_model.set_backing(variable, copy)
-        try:
-            yield
-        finally:
-            for variable, value in away:
-                keras_model.set_backing(variable, value)
-
-    def _place(self, variable: Any) -> None:
-        old = keras_model.backing(variable)
-        if any(old.device.startswith(device + "/") for device in self._bytes):
-            return
-        server = min(self._bytes, key=lambda name: self._bytes[name])
-        self._bytes[server] += int(variable.shape.num_elements() or 0) * old.dtype.size
-        keras_model.set_backing(variable, _copied_to(server, variable))
-        logger().debug("variable %s is on %s", variable.path, server)
+@contextlib.contextmanager
+def at_home(variables: Sequence[Any]) -> Iterator[None]:
+    """While this is entered, copies of variables are here, where TensorFlow writes a file."""
+    away = list(map(keras_model.backing, variables))
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # several come at the same time
+        copies = list(pool.map(lambda variable: _copied_to(HERE, variable), variables))
+    for variable, copy in zip(variables, copies, strict=True):
+        keras_model.set_backing(variable, copy)
+    try:
+        yield
+    finally:
+        for variable, value in zip(variables, away, strict=True):
+            keras_model.set_backing(variable, value)
 
 
 def _copied_to(device: str, variable: Any) -> tf.Variable:
@@ -473,11 +442,10 @@ class Coordinator(ReplicaBackend):
     _options: dict[str, Any]
     _cluster: Cluster
     workers: Workers
-    placement: Placement
 
     def _lead(self, cluster: Cluster, workers: Workers) -> None:
         self._cluster, self.workers = cluster, workers
-        self.placement = Placement(self.variable_devices())
+        self._bytes = dict.fromkeys(self.variable_devices(), 0)  # on each server
         self._use(tasks.first_devices(workers.size), HERE, tf.distribute.ReductionToOneDevice())
 
     def describe_devices(self) -> str:
@@ -498,6 +466,25 @@ class Coordinator(ReplicaBackend):
     def num_replicas(self) -> int:
         """How many shares a step has: an asynchronous one is on a whole batch."""
         return self.workers.size if self.mode == "sync" else 1
+
+    def place(self, variables: Sequence[Any]) -> None:
+        """Moves those variables to servers that are not on one."""
+        for variable in variables:
+            old = keras_model.backing(variable)
+            if not any(old.device.startswith(device + "/") for device in self._bytes):
+                server = min(self._bytes, key=lambda name: self._bytes[name])
+                self._bytes[server] += int(variable.shape.num_elements() or 0) * old.dtype.size
+                keras_model.set_backing(variable, _copied_to(server, variable))
+                logger().debug("variable %s is on %s", variable.path, server)
+
+    def place_optimizer(self, optimizer: Any) -> None:
+        """Moves an optimizer's existing variables, and makes it place new slots beside the variables they are for."""
+        for part in parts_of(optimizer):
+            if getattr(part, _ATTACHED, None) is None:
+                attach(part, _ATTACHED, True)
+                attach(part, "add_variable_from_reference", _on_server_of(0, part.add_variable_from_reference))
+                attach(part, "update_step", _on_server_of(1, part.update_step))
+        self.place([variable for variable in variables_of(optimizer) if not keras_random.is_seed(variable)])
 
     # --- What a step calls ---
 

@@ -149,7 +149,7 @@ def prepare_optimizer(optimizer: Any, backend: Coordinator) -> None:
     if not hasattr(optimizer, _PLAIN_APPLY):
         attach(optimizer, _PLAIN_APPLY, keras_model.plain_apply(optimizer))
         _replace_apply(optimizer, backend)
-    backend.placement.place_optimizer(optimizer)
+    backend.place_optimizer(optimizer)
 
 
 def _replace_apply(optimizer: Any, backend: Coordinator) -> None:
