@@ -55,7 +55,6 @@ class CoordinatorModel(ReplicaModel):
         self._engine: SyncEngine | None = None
         self._traced_for: Sequence[Any] = []
         self._is_settled = False  # two steps in a row found what the engine was made for
-        self._waits = False
 
     def _compile(self, call: Call) -> None:
         self._engine = None
@@ -91,7 +90,6 @@ class CoordinatorModel(ReplicaModel):
                     call.set("class_weight", None)
                     given = given.weighted(weights)
                 call.set(argument, given.stand_in())  # a dataset that Keras knows
-            self._waits = call.name == "train_on_batch"
             try:
                 yield
             except BaseException:
@@ -148,7 +146,7 @@ class CoordinatorModel(ReplicaModel):
 
         def function(iterator: Any) -> Any:
             engine = self._ready_engine()
-            return engine.train(iterator, self._waits) if kind == "train" else engine.test(iterator)
+            return engine.train(iterator) if kind == "train" else engine.test(iterator)
 
         # Unless they are exact, each worker evaluates whole batches, as plain Keras does.
         is_on_shares = kind == "train" or self.exact

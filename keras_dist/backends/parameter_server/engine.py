@@ -63,10 +63,9 @@ class SyncEngine:
         self._runs = 1  # of each step
         self._exact: SyncEngine | None = None  # makes the steps that a verification tries out
 
-    def train(self, iterator: Any, waits: bool) -> Logs:
-        """Makes one execution of Keras, or what is left of it. It `waits` for each step if its logs are wanted."""
-        logs = self._execute(lambda: self._train_step(iterator))
-        return self.last_logs(logs) if waits else logs
+    def train(self, iterator: Any) -> Logs:
+        """Makes one execution of Keras: `steps_per_execution` training steps, or what is left."""
+        return self._execute(lambda: self._train_step(iterator))
 
     def test(self, iterator: Any) -> Logs:
         if isinstance(iterator, Pass) or self._functions.is_exact:

@@ -49,8 +49,7 @@ class DatasetFunction:
         # All shards draw the same random numbers, and the same ones again if a shard is read again.
         self._seed = secrets.randbelow(2**31) if tensorflow_seed() is None else None
         self._function, self._workers, self._replicas = function, workers, replicas
-        self._epochs = 0
-        self._reader = ShardReader()  # of a custom loop
+        self._epochs, self._reader = 0, ShardReader()  # that of a custom loop
         self._specs: list[Any] = []
         contexts = [tf.distribute.InputContext(workers, index, replicas) for index in range(workers)]
         self.makers = [self._traced(context) for context in contexts]
@@ -86,10 +85,6 @@ class DatasetFunction:
         maker = tf.function(make, autograph=False).get_concrete_function()
         _check_graph(maker)
         return maker
-
-    def dataset(self, worker: int) -> tf.data.Dataset:
-        """Makes the dataset of a worker on the current device."""
-        return tf.data.experimental.from_variant(self.makers[worker](), self.element_spec)
 
     def __iter__(self) -> Iterator[Shares]:
         """Yields the workers' next batches, as the shares of a step in a custom loop. They stay on the workers."""
@@ -432,7 +427,8 @@ class ShardReader:
             of_source = weakref.ref(shard.source), shard.index
             dataset, begun = self._datasets.get(of_source, (None, 0))
             if dataset is None or begun > shard.epoch:
-                dataset, begun = shard.source.dataset(shard.index), 0
+                variant = shard.source.makers[shard.index]()
+                dataset, begun = tf.data.experimental.from_variant(variant, shard.source.element_spec), 0
             for _ in range(begun, shard.epoch):
                 iter(dataset)  # draws what that epoch is shuffled by: the next one has its order wherever it is made
             self._datasets[of_source] = dataset, shard.epoch + 1

@@ -99,19 +99,14 @@ class TPU(Backend):
     # --- In the step: TPUStrategy has the collectives, and only inside a replica ---
 
     def all_reduce(self, gradients: Sequence[Any], row: Any, name: str) -> tuple[list[Any], Any]:
-        if tf.distribute.in_cross_replica_context():
-            return list(gradients), row[None, :]
-        results = []
-        for gradient in gradients:
-            if isinstance(gradient, tf.IndexedSlices):
-                # All rows: their sum would be dense, and Keras's clipping and Adam then differ.
-                indices = tf.cast(gradient.indices, tf.int32)  # TPUs sum int32, not int64
-                context = tf.distribute.get_replica_context()
-                values, indices = context.all_gather([gradient.values, indices], axis=0)
-                results.append(tf.IndexedSlices(values, indices, gradient.dense_shape))
-            else:
-                results.append(self.all_reduce_exact(gradient, name))
-        return results, row[None, :]
+        def total(gradient: Any) -> Any:
+            if not isinstance(gradient, tf.IndexedSlices):
+                return self.all_reduce_exact(gradient, name)
+            # All rows: their sum would be dense, and Keras's clipping and Adam then differ.
+            values, indices = self._gather(gradient.values), self._gather(tf.cast(gradient.indices, tf.int32))
+            return tf.IndexedSlices(values, indices, gradient.dense_shape)
+
+        return list(map(total, gradients)), row[None, :]
 
     def all_reduce_exact(self, numbers: Any, name: str) -> Any:
         if tf.distribute.in_cross_replica_context():
@@ -119,10 +114,13 @@ class TPU(Backend):
         return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, numbers)
 
     def all_gather(self, tensor: Any, name: str) -> Any:
+        step.refuse_filler_rows("a loss or layer that is computed on the whole batch")
+        return self._gather(tensor)
+
+    def _gather(self, tensor: Any) -> Any:
+        """Gathers by a sum over the cores: TPUs sum floats and int32."""
         if tf.distribute.in_cross_replica_context():
             return tensor
-        step.refuse_filler_rows("a loss or layer that is computed on the whole batch")
-        # It gathers by a sum over the cores: TPUs sum floats and int32.
         gather = functools.partial(tf.distribute.get_replica_context().all_gather, axis=0)
         if not tensor.dtype.is_integer or tensor.dtype == tf.int32:
             return gather(tensor)
