@@ -215,8 +215,11 @@ def test_without_staleness_it_is_one_process(pool: WorkerPool) -> None:
     def trained(distribute: bool) -> dict[str, Any]:
         model = built(distribute=distribute)
         model.compile(keras.optimizers.SGD(0.02, momentum=0.5), "mse")
-        losses = model.fit(*data(), batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history["loss"]
-        return {"losses": losses, "weights": model.get_weights()}
+        (x, y), others = data(), {"batch_size": BATCH, "verbose": 0}
+        losses = model.fit(x, y, epochs=2, shuffle=False, **others).history["loss"]
+        on_batch = [model.train_on_batch(x[:BATCH], y[:BATCH]) for _ in range(2)]
+        looked = {"evaluated": model.evaluate(x, y, **others), "predicted": model.predict(x, **others)}
+        return {"losses": losses, "on_batch": on_batch, **looked, "weights": model.get_weights()}
 
     (expected,) = pool.run(trained, False, timeout=SECONDS)
     assert_close(in_async(pool, trained, True, max_staleness=0), expected)

@@ -207,13 +207,9 @@ class Horovod(LocalTraining, ReplicaBackend, ProcessBackend):
                     "Leave it out (None) for Horovod's default.",
                 )
         self._options: dict[str, Any] = {
-            "compression": compression,
-            "op": op,
-            "hierarchical_allreduce": hierarchical_allreduce,
-            "fusion_threshold_mb": fusion_threshold_mb,
-            "cycle_time_ms": cycle_time_ms,
-            "devices": list_names(devices),
-        }
+            "compression": compression, "op": op, "hierarchical_allreduce": hierarchical_allreduce,
+            "fusion_threshold_mb": fusion_threshold_mb, "cycle_time_ms": cycle_time_ms, "devices": list_names(devices),
+        }  # fmt: skip
 
     @classmethod
     def priority(cls, launch: Launch | None) -> Priority:

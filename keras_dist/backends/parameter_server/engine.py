@@ -314,7 +314,7 @@ class AsyncEngine(SyncEngine):
     def _train_step(self, iterator: Any) -> Logs:
         """Begins a step, and counts those that are done. On a `Pass` it waits until one is."""
         if isinstance(iterator, Pass):
-            return self._step_of_any_worker("train", iterator, self._functions.train_whole, self._next_seeds)
+            return self._step_of_any_worker("train", iterator)
         batch, spec = without_optionals(next(iterator)), spec_of(iterator)
         most = AHEAD * self._size if self._window is None else min(self._window, AHEAD * self._size)
         while len(self._under_way) >= most:
@@ -326,10 +326,7 @@ class AsyncEngine(SyncEngine):
         return self._logs or self._model.get_metrics_result()
 
     def _test_step(self, data: Any) -> Logs:
-        if not isinstance(data, Pass):
-            return super()._test_step(data)
-        seeds = self._functions.seeds
-        return self._step_of_any_worker("test", data, self._functions.test_whole, lambda steps: [seeds()] * steps)
+        return self._step_of_any_worker("test", data) if isinstance(data, Pass) else super()._test_step(data)
 
     def drain(self) -> None:
         while self._under_way:
@@ -349,28 +346,30 @@ class AsyncEngine(SyncEngine):
         self._begun += steps
         return [shifted_seeds(seeds, begun + step + 1) for step in range(steps)]
 
-    def _begin(self, function: Any, batch: ShardBatch, seeds: Sequence[Any], spec: Any) -> Job:
+    def _begin(self, kind: str, batch: ShardBatch, spec: Any) -> Job:
         """Lets a worker make steps on batches that it reads, each with its random states."""
+        trains, functions = kind == "train", self._functions
+        function = functions.train_whole if trains else functions.test_whole
+        seeds = self._next_seeds(batch.count) if trains else [functions.seeds()] * batch.count
         if self._model.run_eagerly:
             return self._submit(function, batch, (seeds[0],), spec)
         together = self._most > 1
         key = function, str(spec), together
         if key not in self._traced:
             types = (tf.nest.map_structure(type_of, seeds[0]),)
-            device = self._journals if together and function == self._functions.train_whole else None
-            self._traced[key] = RemoteSteps(function, spec, types, self._functions.resets, together, device)
+            device = self._journals if together and trains else None
+            self._traced[key] = RemoteSteps(function, spec, types, functions.resets, together, device)
         steps = self._traced[key]
         args = (tf.nest.map_structure(lambda *states: tf.stack(states), *seeds),)
         return self._workers.submit(Job(steps, (next(steps.calls), args), batch))
 
-    def _step_of_any_worker(self, kind: str, data: Pass, function: Any, next_seeds: Callable[[int], list[Any]]) -> Logs:
+    def _step_of_any_worker(self, kind: str, data: Pass) -> Logs:
         """Begins calls as long as there is room for them, and waits until another step is done."""
         data.asked += 1
         while data.done < data.asked:
             begun = [job.batch for job in self._under_way if job.batch is not None]
             while (batch := data.next_batch(self._most, AHEAD, self._window, begun)) is not None:
-                job = self._begin(function, batch, next_seeds(batch.count), data.element_spec)
-                self._under_way[job] = kind, data
+                self._under_way[self._begin(kind, batch, data.element_spec)] = kind, data
                 begun.append(batch)
             if not begun:
                 data.asked = data.done

@@ -51,7 +51,6 @@ def whole_of(parts: Sequence[Any]) -> Any:
 
 
 def concatenated(*parts: Any) -> Any:
-    """Returns tensors concatenated along their first axis."""
     if isinstance(parts[0], tf.SparseTensor):
         return tf.sparse.concat(0, list(parts))
     if isinstance(parts[0], tf.RaggedTensor):

@@ -107,8 +107,6 @@ class DatasetFunction:
         return [Shard(self, index, self._epochs - 1) for index in range(self._workers)]
 
     def weighted(self, class_weight: dict[int, float]) -> DatasetFunction:
-        """Returns data whose examples have the weights of their classes."""
-
         def function(context: tf.distribute.InputContext) -> tf.data.Dataset:
             return keras_model.weighted(self._function(context), class_weight)
 
@@ -379,7 +377,6 @@ class Shard:
         return reader in (None, worker) or reader in lost
 
     def note_reader(self, worker: int, number: int) -> None:
-        """Notes which worker is about to read a batch."""
         if worker != (self.index if self._reader is None else self._reader):
             logger().warning("worker %d reads the part of worker %d, from batch %d on.", worker, self.index, number)
         self._reader = worker

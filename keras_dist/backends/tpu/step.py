@@ -156,13 +156,11 @@ def batch_size_of(dataset: tf.data.Dataset) -> tuple[int | None, bool | None]:
 
 def check_shapes(dataset: tf.data.Dataset) -> None:
     """Raises `NotSupportedError` if a shape varies in more than the batch size, or data are no numbers."""
-    specs = [spec for spec in tf.nest.flatten(dataset.element_spec) if isinstance(spec, tf.TensorSpec)]
-    lengths = {spec.shape[0] for spec in specs if spec.shape.rank} - {None}
+    specs = [spec for spec in tf.nest.flatten(dataset.element_spec) if not isinstance(spec, tf.OptionalSpec)]
+    lengths = {spec.shape[0] for spec in specs if isinstance(spec, tf.TensorSpec) and spec.shape.rank} - {None}
     if len(lengths) > 1:
         raise different_lengths(sorted(lengths))
-    for spec in tf.nest.flatten(dataset.element_spec):
-        if isinstance(spec, tf.OptionalSpec):
-            continue
+    for spec in specs:
         dense = isinstance(spec, tf.TensorSpec) and spec.shape.rank and None not in spec.shape[1:]
         if not dense or spec.dtype == tf.string:
             raise NotSupportedError(
@@ -285,7 +283,6 @@ def _update_by_rows(
 
 
 def refuse_filler_rows(received: str) -> None:
-    """Raises `NotSupportedError` if the current share has filler rows."""
     step = step_module.current()
     if step is not None and step.rows is not None:
         raise not_filled(received)
