@@ -22,7 +22,6 @@ from keras_dist.backends.parameter_server import shards
 from keras_dist.backends.parameter_server.cluster import COORDINATOR, HERE, SERVER, WORKER
 from keras_dist.backends.parameter_server.coordinator import Coordinator, Workers, at_home
 from keras_dist.backends.parameter_server.engine import AsyncEngine, SyncEngine, Tried
-from keras_dist.backends.parameter_server.exchange import whole_of
 from keras_dist.backends.parameter_server.functions import prepare_optimizer
 from keras_dist.comm.backend import Priority, join_seconds
 from keras_dist.compat import keras_fit, keras_model
@@ -36,7 +35,7 @@ from keras_dist.training.call import Call
 from keras_dist.training.loop import Loop, ReplicaLoop
 from keras_dist.training.model import ReplicaModel
 from keras_dist.training.options import Options
-from keras_dist.training.trial import FirstRows, descending, state_of
+from keras_dist.training.trial import FirstRows, batch_of_shares, descending, state_of
 
 _SMALL = 2**24  # numbers of a variable
 
@@ -209,7 +208,7 @@ class CoordinatorModel(ReplicaModel):
 
     def whole(self, batch: Tried) -> Any:
         self._spec = batch.spec
-        return whole_of(batch.read())
+        return batch_of_shares(batch.read())
 
     def plain(self, function: Callable[..., Any], whole: Any) -> Any:
         """Keras may compute something else if it knows the number of rows: it counts a batch, or each row of it."""

@@ -22,7 +22,7 @@ from keras_dist.data.shares import Share, any_batch_size, row_count
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
 from keras_dist.training.distributed import DistributedModel
-from keras_dist.training.trial import as_tensors
+from keras_dist.training.trial import as_tensors, batch_of_shares
 
 AHEAD = 2  # calls for each worker that wait or run, so that none is idle
 
@@ -38,7 +38,7 @@ class Batch(NamedTuple):
 class Tried(NamedTuple):
     """A step that a verification tries out. The engine knows how."""
 
-    read: Callable[[], list[Any]]  # returns the shares of the batch, one after the other
+    read: Callable[[], list[Share]]  # returns the shares of the batch, one after the other
     run: Callable[[list[Any]], Any]  # makes it on the workers, exactly; takes a list as of `Step.applied`
     spec: Any  # what the step is traced for, `None` for these data
 
@@ -77,14 +77,14 @@ class SyncEngine:
 
     def predict(self, batches: Sequence[Any]) -> Any:
         """Returns the predictions of some batches, in their order. They follow each other: each one draws numbers."""
-        outputs: list[Any] = []
+        outputs: list[Share] = []
         for given in map(without_optionals, batches):
             batch = self._cut(given)
-            self._look("predict", batch, lambda exact, _: exchange.whole_of(exact.predict_on(batch)))  # noqa: B023
+            self._look("predict", batch, lambda exact, _: batch_of_shares(exact.predict_on(batch)))  # noqa: B023
             if not batch.shares:  # there are predictions too, of no rows
                 batch = batch._replace(shares={0: exchange.cut(given, self._size)[0]})
             outputs += self.predict_on(batch)
-        return outputs[0] if len(outputs) == 1 else tf.nest.map_structure(exchange.concatenated, *outputs)
+        return batch_of_shares(outputs)
 
     def drain(self) -> None:
         """Waits for the training steps that are under way, and counts them. Synchronous ones are done already."""
@@ -141,10 +141,11 @@ class SyncEngine:
     def test_on(self, batch: Batch) -> Logs:
         return self._count("test", self._compute(self._functions.test_share, batch), batch)
 
-    def predict_on(self, batch: Batch) -> list[Any]:
-        parts = self._compute(self._functions.predict_share, batch)
-        self._functions.set_seeds(parts[0].seeds)
-        return [part.logs for part in parts]
+    def predict_on(self, batch: Batch) -> list[Share]:
+        outputs = self._compute(self._functions.predict_share, batch)
+        self._functions.set_seeds(outputs[0].seeds)
+        pairs = zip(batch.shares.values(), outputs, strict=True)
+        return [share._replace(data=predicted.logs) for share, predicted in pairs]
 
     def _look(self, kind: str, batch: Batch, run: Callable[[SyncEngine, Any], Any]) -> None:
         """Verifies a step if it is one of the first, and keeps rows for the check that is on by default if it is due.
@@ -164,14 +165,14 @@ class SyncEngine:
             tried = Tried(lambda: self._read_shares(batch), run_exactly, None if kind == "predict" else batch.spec)
             verification.look(step, tried, tf.constant(total))
         if batch.shares and rows is not None and rows.is_due:
-            datas = zip(batch.shares.values(), self._read_shares(batch), strict=True)
-            rows.keep([share._replace(data=data) for share, data in datas])
+            rows.keep(self._read_shares(batch))
 
-    def _read_shares(self, batch: Batch) -> list[Any]:
-        datas = [share.data for share in batch.shares.values()]
+    def _read_shares(self, batch: Batch) -> list[Share]:
+        shares = [*batch.shares.values()]
         if batch.data is None:
-            return datas
-        return self._results([self._submit(as_tensors, data, (), batch.spec) for data in datas])  # as they are
+            return shares
+        datas = self._results([self._submit(as_tensors, share.data, (), batch.spec) for share in shares])  # as they are
+        return [share._replace(data=data) for share, data in zip(shares, datas, strict=True)]
 
     def _next_batch(self, iterator: Any) -> Batch:
         spec = tf.nest.map_structure(any_batch_size, spec_of(iterator))

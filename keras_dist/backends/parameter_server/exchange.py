@@ -12,8 +12,8 @@ import tensorflow as tf
 from keras_dist.data import shares
 from keras_dist.data.shares import Share, Shares
 from keras_dist.errors import NotSupportedError
-from keras_dist.step.step import Step, check_shapes
-from keras_dist.training.trial import as_tensors, epsilon, rows_of_all
+from keras_dist.step.step import Step
+from keras_dist.training.trial import as_tensors, epsilon
 
 NO_FINGERPRINT = 0.0  # of a share: there is one reader, whose data nobody compares
 
@@ -43,19 +43,6 @@ def without_optionals(batch: Any) -> Any:
     """Returns a batch of tensors with `None` where Keras's datasets hold an empty `Optional`."""
     optional = tf.experimental.Optional
     return as_tensors(tf.nest.map_structure(lambda leaf: None if isinstance(leaf, optional) else leaf, batch))
-
-
-def whole_of(parts: Sequence[Any]) -> Any:
-    """Returns the batch whose shares these are."""
-    return tf.nest.map_structure(lambda *leaves: rows_of_all(concatenated, *leaves), *parts)
-
-
-def concatenated(*parts: Any) -> Any:
-    if isinstance(parts[0], tf.SparseTensor):
-        return tf.sparse.concat(0, list(parts))
-    if isinstance(parts[0], tf.RaggedTensor):
-        return tf.concat(list(parts), 0)
-    return tf.concat([check_shapes(tf.stack([tf.shape(part)[1:] for part in parts]), parts[0]), *parts[1:]], 0)
 
 
 Logs = dict[str, Any]
