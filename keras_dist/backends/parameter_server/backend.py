@@ -179,16 +179,13 @@ class CoordinatorModel(ReplicaModel):
 
     def _writing(self, call: Call) -> contextlib.AbstractContextManager[None]:
         """What Keras itself writes it reads first; TensorFlow writes a SavedModel, where the variables are."""
-        if call.name == "export":
-            return at_home(self._model.variables)
-        return contextlib.nullcontext()
+        return at_home(self._model.variables) if call.name == "export" else contextlib.nullcontext()
 
     # --- The strategy that Keras uses ---
 
-    @contextlib.contextmanager
-    def local(self) -> Iterator[None]:
+    def local(self) -> Any:
         """There is no model of this process alone: its variables are on the servers."""
-        yield
+        return contextlib.nullcontext()
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         if (on_workers := shards.stood_for(dataset)) is not None:  # each worker reads a batch of its own anyway

@@ -107,10 +107,9 @@ class TPUModel(DistributedModel):
 
     # --- The strategy that Keras uses ---
 
-    @contextlib.contextmanager
-    def local(self) -> Iterator[None]:
+    def local(self) -> Any:
         """There is no model of this process alone: the variables are on the TPU."""
-        yield
+        return contextlib.nullcontext()
 
     def scope(self) -> Any:
         return self._strategy.scope()
