@@ -24,8 +24,6 @@ from keras_dist.step.step import Stopwatch
 
 __all__ = ["ChiefOnly", "Commit", "LearningRateWarmup", "Timing"]
 
-_HOOKS = tuple(name for name in dir(keras.callbacks.Callback) if name.startswith("on_"))
-
 
 class ChiefOnly(keras.callbacks.Callback):
     """Runs another callback on the chief only, where it sees an ordinary model that is not distributed.
@@ -58,8 +56,8 @@ class ChiefOnly(keras.callbacks.Callback):
         self.has_set_a_rate = False
         self.added_logs: dict[str, Any] = {}
         # Define only the hooks that the callback defines: Keras skips a batch hook that no callback has.
-        for name in _HOOKS:
-            if defines(callback, name):
+        for name in dir(keras.callbacks.Callback):
+            if name.startswith("on_") and defines(callback, name):
                 setattr(self, name, self._hook(name))
 
     def set_params(self, params: dict[str, Any]) -> None:
@@ -136,9 +134,6 @@ def set_rates(optimizers: Sequence[Any], rates: Sequence[float | None]) -> None:
             optimizer.learning_rate = rate
 
 
-_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
-
-
 class Commit(keras.callbacks.Callback):
     """Saves the whole state of `fit`, and lets the next start of the same script resume at the next batch.
 
@@ -204,7 +199,7 @@ def _parse(every: Any) -> tuple[float | None, int | None]:
         return None, every
     found = re.fullmatch(r"(\d+(?:\.\d+)?) *(s|min|h)", every) if isinstance(every, str) else None
     if found is not None:
-        return float(found[1]) * _SECONDS[found[2]], None
+        return float(found[1]) * {"s": 1, "min": 60, "h": 3600}[found[2]], None
     raise ConfigurationError(
         "Unknown time between commits.", f"every={every!r}",
         'Pass a time ("300s", "10min", "1h"), a number of batches, or "epoch".',

@@ -248,14 +248,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("arguments", nargs="*", help="its arguments, after `--`")
     parser.add_argument("--target", required=True, metavar="TPU", help="the TPU: v2-8, v3-8, v4-8, v5e-8, v6e-1, ...")
     parser.add_argument("--batch", type=int, metavar="N", help="global batch size (default: that of the script)")
-    parser.add_argument(
-        "--trials", type=int, default=6, metavar="N",
-        help="compile at most N times to find the largest batch that fits (default: 6)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--search-seconds", type=float, default=SEARCH_SECONDS, metavar="S",
-        help=f"stop this search after S seconds (default: {SEARCH_SECONDS:g})",
-    )  # fmt: skip
+    trials = "compile at most N times to find the largest batch that fits (default: 6)"
+    parser.add_argument("--trials", type=int, default=6, metavar="N", help=trials)
+    limit = f"stop this search after S seconds (default: {SEARCH_SECONDS:g})"
+    parser.add_argument("--search-seconds", type=float, default=SEARCH_SECONDS, metavar="S", help=limit)
     parser.add_argument("--no-search", dest="trials", action="store_const", const=0, help="skip the search")
     parser.add_argument("--no-cache", action="store_true", help="compile again what was compiled before")
     parser.add_argument("--json", action="store_true", help="print JSON")

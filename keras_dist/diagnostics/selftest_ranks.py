@@ -30,11 +30,8 @@ _CHUNK = 2**20
 _SECONDS = 30.0
 
 
-Ring = Callable[[int], Callable[[], None]]
-
-
 @contextlib.contextmanager
-def linked(backend: Backend) -> Iterator[Ring]:
+def linked(backend: Backend) -> Iterator[Callable[[int], Callable[[], None]]]:
     """Connects each rank to the next one. Every rank must call it, and what it yields, and what that returns.
 
     That sends what a ring sends to sum so many bytes: in each of 2 (n - 1) steps an n-th of them.

@@ -63,10 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--serve", action="store_true", help="parameter servers: keep them running, for notebooks; without a script")
     backends = "{" + ",".join(["auto", *LAUNCHABLE]) + "}"
     add("--backend", default="auto", metavar=backends, help="how the ranks communicate (default: auto)")
-    add(
-        "--output", default=CHIEF, choices=MODES,
-        help="whose output is shown: that of rank 0 (default), or of all ranks, each line with its rank",
-    )  # fmt: skip
+    output = "whose output is shown: that of rank 0 (default), or of all ranks, each line with its rank"
+    add("--output", default=CHIEF, choices=MODES, help=output)
     add(
         "--log-dir", metavar="DIR",
         help="write the whole output of each rank to DIR/rank-N.log; rank 0 then does not write to the terminal "

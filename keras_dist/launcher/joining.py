@@ -58,11 +58,13 @@ def receive_secret(connection: socket.socket) -> str:
     header, _, secret = _run(["unmunge", "--keys=UID", "--numeric"], credential).decode().partition("\n\n")
     sender = header.rpartition(":")[2].strip()
     if sender not in ("0", str(os.geteuid())):
-        raise ConfigurationError(
-            "A process of another user listens at the rendezvous.", f"user {sender}",
-            "Name another port: `--rendezvous HOST:PORT`.",
-        )
+        raise _of_another_user(f"user {sender}")
     return secret.strip()
+
+
+def _of_another_user(received: str) -> ConfigurationError:
+    problem = "A process of another user listens at the rendezvous."
+    return ConfigurationError(problem, received, "Name another port: `--rendezvous HOST:PORT`.")
 
 
 def _run(command: list[str], given: bytes) -> bytes:
@@ -314,10 +316,7 @@ def _dial(place: Place, show: Callable[[str], None]) -> tuple[Channel, str]:
             secret = receive_secret(connection) if place.has_munge else place.secret
             channel = Channel(connection, secret, has_dialed=True)
             if not store.is_of_this_user(connection.getpeername(), connection.getsockname()):
-                raise ConfigurationError(
-                    "A process of another user listens at the rendezvous.", f"--rendezvous {place.rendezvous}",
-                    "Name another port.",
-                )
+                raise _of_another_user(f"--rendezvous {place.rendezvous}")
             failing.pop_all()
         return channel, str(connection.getsockname()[0])
 
