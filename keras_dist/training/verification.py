@@ -24,6 +24,7 @@ from keras_dist.compat.keras_model import CLIP_GRADIENTS, attached
 from keras_dist.data.shares import row_count
 from keras_dist.errors import MismatchError
 from keras_dist.logging import announce, announce_once
+from keras_dist.state.weights import values_of
 from keras_dist.step import step as step_module
 from keras_dist.step.optimizer import optimizers_of
 from keras_dist.step.step import Step
@@ -299,7 +300,7 @@ class Verification:
         self._others, self._has_rows = trial.attributes.variables(), graph is None
         # Between epochs each rank has statistics of its own, as of BatchNormalization.
         statistics = keras_model.float_statistics(self._model)
-        of_chief = self._backend.broadcast_arrays([np.asarray(variable.value) for variable in statistics])
+        of_chief = self._backend.broadcast_arrays(values_of(statistics))
         self._begins_with = list(zip(statistics, of_chief, strict=True))
         if (expected := in_one_place()) is None:
             return False
