@@ -29,7 +29,7 @@ help: ## Show this help
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1:\2/p' Makefile | while IFS=: read -r target text; do \
 	  printf '  %-13s %s\n' "$$target" "$$text"; done
 	@echo
-	@echo "The first run installs TensorFlow and compiles Horovod: about 6 minutes on two cores. Later ones start"
+	@echo "The first run installs TensorFlow and compiles Horovod: about 3 minutes on two cores. Later ones start"
 	@echo "in seconds. Needed from the system: Python 3.11 or later with venv, make, a C++ compiler."
 
 .PHONY: setup
@@ -44,11 +44,11 @@ demo: $(HOROVOD) ## Train examples/digits_distributed.py on 2 processes and show
 SUITE = $(BIN)/python -m tests.suite --jobs $(JOBS)
 
 .PHONY: test
-test: lint $(HOROVOD) ## Check style and types, run what a commit needs (6 to 15 minutes on two cores)
+test: lint $(HOROVOD) ## Check style and types, run what a commit needs (about 10 minutes on two cores)
 	$(SUITE) test $(ARGS)
 
 .PHONY: test-ci
-test-ci: $(HOROVOD) ## Run all that CI runs: `make test`, and a job of each launcher, with a fault (10 to 25 minutes)
+test-ci: $(HOROVOD) ## Run all that CI runs: `make test`, and a job of each launcher, with a fault (about 15 minutes)
 	$(SUITE) ci $(ARGS)
 
 # SHARD=2/8 runs a part, on another machine maybe: copy the files of RESULTS together. A run resumes where it stopped.
@@ -178,7 +178,7 @@ $(BIN)/python:
 	@$(BIN)/python -m pip --disable-pip-version-check --quiet install --upgrade pip  # Python 3.11's takes twice as long
 
 $(INSTALLED): setup.cfg pyproject.toml | $(BIN)/python
-	@echo "Installing TensorFlow ($(TF)) and keras_dist into $(VENV): about 2 minutes the first time"
+	@echo "Installing TensorFlow ($(TF)) and keras_dist into $(VENV): about a minute the first time"
 	@$(BIN)/python -m pip --disable-pip-version-check --quiet --quiet install --no-compile --editable '.[$(TF),dev]'
 	@touch $@
 
