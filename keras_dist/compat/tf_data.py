@@ -154,7 +154,7 @@ def is_stateless(dataset: tf.data.Dataset) -> bool:
 
 
 def gather_of(dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, tf.data.Dataset, Sequence[Any]] | None:
-    """Returns of which rows of which arrays a dataset consists, `None` if its last stage, a map, does anything else.
+    """Returns the arrays and the rows that make up a dataset, `None` if its last stage, a map, does anything else.
 
     Keras makes batches of arrays by `zip(indices, arrays).map(gather)`. These are the dataset of indices, the endless
     one of all arrays, and the arrays.

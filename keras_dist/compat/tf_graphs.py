@@ -148,7 +148,7 @@ REFUSAL: contextvars.ContextVar[Exception | None] = contextvars.ContextVar("kera
 
 
 class _Reduces(Exception):
-    """In this branch the ranks that don't take it would be waited for, for ever."""
+    """Those who take this branch would wait for ever for the ranks that don't."""
 
 
 def note_reduction() -> None:

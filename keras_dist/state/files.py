@@ -2,7 +2,8 @@
 
 Files are written under their names in a temporary folder beside their place, flushed to the disk, and moved. Several
 files are moved together: the folder gets another name first, which says that it is complete. What a process that was
-killed has left is finished if it was complete, and else removed, when the next one writes there."""
+killed has left is finished if it was complete, and else removed, when the next one writes there.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def finish_writes(folder: Path) -> None:
             if is_ours and left.name.startswith(_COMPLETE):
                 _move_all(left)
             if is_ours:
-                with contextlib.suppress(OSError):  # it does no harm but for the space that it takes
+                with contextlib.suppress(OSError):  # all that it does is take up space
                     remove(left)
 
 
@@ -80,7 +81,7 @@ def remove_folder(folder: Path) -> None:
     """Removes a folder, or a file, so that it is there completely or not at all."""
     hidden = folder.with_name(f"{_BEGUN}{secrets.token_hex(4)}")
     folder.rename(hidden)
-    with contextlib.suppress(FileNotFoundError):  # a thread that writes here takes it for one that was left
+    with contextlib.suppress(FileNotFoundError):  # another thread, which writes here, has removed it as a leftover
         remove(hidden)
 
 
@@ -137,14 +138,14 @@ def is_at(path: Path, descriptor: int) -> bool:
         return False
 
 
-taking_turns = threading.Lock()  # for the threads of this process, which has one lock for all of them
+taking_turns = threading.Lock()  # between the threads of this process, which share its lock
 
 
 class WriterLock:
     """The file by which one process at a time writes into a folder, which exists. `OSError` if it can't be made.
 
-    The lock is the process's: all its objects have it, and a forked child, which may live longer, has not. It ends with
-    the first object of a folder that nobody has any more. So each write takes it again.
+    The lock belongs to the process: all its objects share it, and a forked child, which may live longer, does not have
+    it. The system drops it once the process closes any descriptor of the file, so each write takes it again.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -323,7 +323,7 @@ def values_of(variables: Iterable[Any]) -> list[np.ndarray]:
 
 def _array(value: Any) -> np.ndarray:
     tensor = tf.convert_to_tensor(value)
-    # `numpy()` copies; but without it NumPy makes no array of a single bfloat16.
+    # `numpy()` copies, but without it NumPy can't make an array of a single bfloat16.
     return np.asarray(tensor if tensor.shape.rank else tensor.numpy())
 
 

@@ -219,7 +219,7 @@ def combined_assignments(exchange: Backend, model: keras.Model, step: Step) -> I
 
 
 def combine(exchange: Backend, step: Step, before: Sequence[tuple[Any, Any]]) -> None:
-    """Combines what the replicas have assigned to variables since they had other values: pairs, all in one reduction.
+    """Combines, in one reduction, what the replicas have assigned to variables: pairs with what they had before.
 
     What a replica has changed counts in full if the variable's aggregation is "sum", else by its examples. If that is
     no mean of floats, and the script has not asked for one, the first replica's change counts.

@@ -81,7 +81,7 @@ class DistributedModel(Verified):
         self.verifications = {kind: Verification(backend, self, call, model) for kind, call in kinds}
 
     def attach(self) -> None:
-        """Sets the wrappers, and distributes the optimizers of a compiled model. Again, it only checks the options."""
+        """Sets the wrappers, and distributes the optimizers of a compiled model. Later calls only check options."""
         _thread.is_of_script = True
         existing: DistributedModel | None = getattr(self._model, ATTACHED, None)
         if existing is not None:

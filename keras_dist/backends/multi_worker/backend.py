@@ -181,12 +181,12 @@ def _buffers(tensors: Sequence[Any]) -> list[list[int]]:
 
 
 def _words(length: Any) -> Any:
-    """Returns how many words hold so many bytes."""
+    """Returns the number of words that hold `length` bytes."""
     return (length + _WORD - 1) // _WORD
 
 
 def _as_words(tensor: Any, length: Any) -> Any:
-    """Returns the bits of a tensor as so many words."""
+    """Returns the bits of a tensor as `length` words."""
     return tf.bitcast(tf.reshape(_pad(to_bytes(tensor), length * _WORD), [-1, _WORD]), tf.int32)
 
 

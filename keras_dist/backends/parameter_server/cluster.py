@@ -147,7 +147,7 @@ _SERVERS: list[Any] = []  # they live as long as the process
 
 
 def serve(cluster: Cluster, job: str, index: int, seconds: float) -> NoReturn:
-    """Serves the coordinator, which may take so many seconds to come, until it has gone. Then this process ends."""
+    """Serves the coordinator, which has `seconds` to arrive, until it has gone. Then this process ends."""
     name, address = name_of(job, index), cluster.jobs()[job][index]
     _prepare_calls(cluster)
     # A step of each worker may wait here for the others: with fewer threads than workers all would wait for ever.
@@ -205,7 +205,7 @@ def _wait_until_gone(address: str, seconds: float) -> bool:
 
 
 def connect(cluster: Cluster, seconds: float) -> None:
-    """Connects to all workers and servers as soon as they are there, which may take so many seconds."""
+    """Connects to all workers and servers, which have `seconds` to be there."""
     _prepare_calls(cluster)
     if listens(cluster.coordinator):
         raise _cannot_listen("coordinator", cluster.coordinator, OSError("another process listens there"))

@@ -145,7 +145,7 @@ def _check_graph(graph: Any, what: str, received: str) -> None:
 
 
 def prepare_optimizer(optimizer: Any, backend: Coordinator) -> None:
-    """Makes an optimizer give its gradients to a step's recorder, or sum them in a custom loop. Twice is as once."""
+    """Makes an optimizer give its gradients to a step's recorder, or sum them in a custom loop, if it doesn't yet."""
     if not hasattr(optimizer, _PLAIN_APPLY):
         attach(optimizer, _PLAIN_APPLY, keras_model.plain_apply(optimizer))
         _replace_apply(optimizer, backend)

@@ -395,7 +395,7 @@ class ShardReader:
     """Reads batches of shards. Only its worker's thread may hold its handles: to drop one it calls the worker."""
 
     def __init__(self) -> None:
-        # Of each shard's function and index a dataset, and how many epochs of it were begun.
+        # A dataset for each shard's function and index, and how many of its epochs have begun.
         self._datasets: dict[tuple[weakref.ref[DatasetFunction], int], tuple[tf.data.Dataset, int]] = {}
         self._open: dict[weakref.ref[Shard], _OpenShard] = {}
 
