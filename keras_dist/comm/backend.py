@@ -1,8 +1,8 @@
-"""The `Backend` protocol: how ranks communicate, as the rest of the library sees it; and where ranks meet.
+"""The `Backend` protocol: how ranks communicate, as the rest of the library sees it; and the store where they meet.
 
-Ranks report that they have joined, failed, or wait, and in which call, in a key-value store. Both `keras-dist run` and
-`horovodrun` serve one, which Horovod needs to start (PUT and GET over HTTP). It runs as long as the launcher. No data
-of the training goes through it.
+In a key-value store ranks report that they have joined, have failed, or wait, and in which call. Both `keras-dist run`
+and `horovodrun` serve one, which Horovod needs to start (PUT and GET over HTTP). It runs as long as the launcher.
+Training data never go through it.
 """
 
 from __future__ import annotations
@@ -98,16 +98,16 @@ class Backend(abc.ABC):
     collectives belong to the step and are called while it is traced or run.
 
     Every rank must call each collective, in the same order. Until the last rank has called it, the others wait. A rank
-    that waits for a call that never comes gets an error from the backend (`MismatchError`, `PeerLostError`). The `name`
-    of one in the step is the same on all ranks, and unique among those that run at the same time.
+    that waits for a call that never comes gets an error from the backend (`MismatchError`, `PeerLostError`). A
+    collective in the step has a `name`, the same on all ranks and unique among those that run at the same time.
 
-    What is not abstract is right for one process with one replica, so no caller asks whether there are others.
+    Methods that are not abstract are right for one process with one replica, so no caller asks how many there are.
     """
 
     name: ClassVar[str]
     topology: Topology = Topology()
     strategy: Any = None  # the `tf.distribute.Strategy` whose scope `start` has opened
-    drawn_seed: int | None = None  # the chief's, for what the script gives no seed: another one in each run
+    drawn_seed: int | None = None  # the chief's, where the script sets no seed; different in each run
     puts_steps_together = False  # whether `fit` puts steps into one execution unasked
     mirrors = False  # whether each device of this process has a copy of every variable
     uses_xla = True  # whether XLA may compile updates or steps unasked: servers can't, and TPUStrategy does it itself
@@ -188,7 +188,7 @@ class Backend(abc.ABC):
         return list(gradients), row[None, :]
 
     def all_reduce_exact(self, numbers: Any, name: str) -> Any:
-        """Sums a small float tensor, of the same shape and dtype on all ranks, without compression."""
+        """Sums a small float tensor without compression. Its shape and dtype are the same on all ranks."""
         return numbers
 
     def scatter(self, payload: Any, lengths: Any, name: str) -> Any:
@@ -204,7 +204,7 @@ class Backend(abc.ABC):
         return payload
 
     def all_gather(self, tensor: Any, name: str) -> Any:
-        """Concatenates the replicas' tensors, in the order of rank, along the first axis. The other axes are alike."""
+        """Concatenates the replicas' tensors along the first axis, in the order of rank. Other sizes must be equal."""
         return tensor
 
     # --- Replicas of this process ---
@@ -248,16 +248,16 @@ class Backend(abc.ABC):
 
     @property
     def has_processes(self) -> bool:
-        """True if there are others than this process, whose place a child process must not take."""
+        """True if there are other processes: a child of this one must not take their place."""
         return self.topology.size > 1
 
     def variable_devices(self) -> Sequence[str | None]:
-        """Returns the devices over which a layer may split its variables; `None` is wherever the others are."""
+        """Returns the devices over which a layer may split its variables; `None` stands for the default device."""
         return [None]
 
     @property
     def not_of_one_process(self) -> str | None:
-        """Why a step computes other numbers than one process by intention, `None` if it does not."""
+        """The reason why steps intentionally compute other numbers than one process, `None` if they don't."""
         return None
 
     @property

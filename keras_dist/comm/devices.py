@@ -1,4 +1,4 @@
-"""The devices of this machine: which exist, which a script names, and which GPU each rank uses."""
+"""The devices of this machine: those that exist, those that a script names, and the GPU of each rank."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _take(gpus: Sequence[tf.config.PhysicalDevice]) -> None:
 def prepare_devices(names: Sequence[str] | None, topology: Topology, launch: Launch) -> bool:
     """Chooses the devices of a rank, before TensorFlow starts. True if it computes on several, or on named ones.
 
-    The only rank of a host has all GPUs that it sees. Of several ranks each has one, and so has that of `-np 1`.
+    A rank that is alone on its host has all GPUs that it sees. Each of several ranks has one, and so has `-np 1`.
     """
     gpus = tf.config.list_physical_devices("GPU")
     has_one = topology.local_size > 1 or (topology.size == 1 and launch.launcher != environment.TF_CONFIG)
@@ -151,7 +151,7 @@ def describe_devices(devices: Sequence[str]) -> str:
 
 
 def explain_late_settings() -> None:
-    """Lets TensorFlow say, from now on, which line of the script comes too late: `kd.init()` has started TensorFlow."""
+    """From now on TensorFlow's errors name a line that comes too late, since `kd.init()` has started TensorFlow."""
     for owner, names in (
         (tf.config, ("set_visible_devices", "set_logical_device_configuration")),
         (tf.config.threading, ("set_inter_op_parallelism_threads", "set_intra_op_parallelism_threads")),
@@ -181,10 +181,10 @@ def bind(launch: Launch) -> int:
     """Gives each rank of a host its part of the cores. Call it before TensorFlow counts them.
 
     TensorFlow makes a thread for each core that a process may use; so do its data pipelines and oneDNN. Two ranks that
-    may use all of them have twice as many threads as there are cores. What a container's limit leaves counts, too, and
-    how many cores a task of Slurm asked for. If Slurm has bound each task, its ranks share the cores of the task. With
-    one rank and no limit nothing changes, nor if the user, `mpirun` or a command around each rank (`numactl`) has said
-    where to run.
+    may use all cores have twice as many threads as there are cores. The limit of a container counts too, as does the
+    number of cores that a Slurm task asked for. If Slurm has bound each task, its ranks share the cores of the task.
+    Nothing changes for one rank without a limit, nor if the user, `mpirun` or a command around each rank (`numactl`)
+    has bound it.
 
     Returns how many cores this rank has for itself, at least 1.
     """
@@ -220,7 +220,7 @@ def bind(launch: Launch) -> int:
 
 
 def _are_fewer_than_parents(cores: Sequence[int]) -> bool:
-    """True if this process may use only a part of its parent's cores: what that has started has bound itself."""
+    """True if this process may use only a part of its parent's cores: the command that started it has bound it."""
     try:
         return {*cores} < os.sched_getaffinity(os.getppid())
     except OSError:  # it has ended, or belongs to another user
@@ -255,7 +255,7 @@ def _read(path: Path) -> str | None:
 
 
 def _place(core: int) -> tuple[int, int, int]:
-    """Returns a key by which hyperthreads of one core, and cores of one socket, are neighbours."""
+    """Returns a sort key that puts hyperthreads of one core, and cores of one socket, next to each other."""
     folder = Path(f"/sys/devices/system/cpu/cpu{core}/topology")
     return int(_read(folder / "physical_package_id") or 0), int(_read(folder / "core_id") or 0), core
 

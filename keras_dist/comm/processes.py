@@ -1,6 +1,6 @@
-"""What backends with one process per device have in common: collectives of Python objects, and errors with causes.
+"""The common part of backends with one process per device: collectives of Python objects, and errors with causes.
 
-Objects are JSON with the bodies of their arrays behind it. What is received can't run code, as a pickle can.
+Objects are sent as JSON, followed by the bytes of their arrays. Unlike a pickle, a received object can't run code.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Collectives(abc.ABC):
         dense = []
         for index, gradient in enumerate(gradients):
             if isinstance(gradient, tf.IndexedSlices):
-                # The rows of all ranks, as one process would have them for the whole batch.
+                # The rows of all ranks, as in one process with the whole batch.
                 values = self.all_gather(gradient.values, f"{name}_sparse_{index}_values")
                 indices = self.all_gather(gradient.indices, f"{name}_sparse_{index}_indices")
                 results[index] = tf.IndexedSlices(values, indices, gradient.dense_shape)
@@ -71,7 +71,7 @@ def encode(value: Any) -> bytes:
     """Returns an object as bytes.
 
     It may be `None`, a number, text, bytes, a NumPy array or scalar, a tensor; or lists, tuples, sets and dicts of
-    them. Of a subclass of these containers the plain one arrives.
+    them. A subclass of these containers arrives as the plain container.
     """
     bodies: list[bytes] = []
     header = json.dumps(_tagged(value, bodies)).encode()

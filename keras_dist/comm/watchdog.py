@@ -3,8 +3,8 @@
 All ranks make the same collective calls in the same order, so calls can be numbered. If two ranks are in call number
 17, and one is in `model.save` while the other is in a training step, neither can ever continue. A rank that has waited
 for two seconds publishes its calls in the launcher's key-value store, and compares them with those of the other ranks.
-A slow rank is never mistaken for such a rank: it is in a call of a lower number. A rank that fails reports its error
-there, and the other ranks read why they can't continue.
+A rank that is only slow is never reported: it is in a call of a lower number. A rank that fails reports its error in
+the store, where the other ranks read why they can't continue.
 
 In `fit` our Python code surrounds each step. In a custom loop the user's `tf.function` runs `kd.run`, `kd.reduce` and
 the update of an optimizer as operations. There, further operations write the beginning and the end of each collective
@@ -101,7 +101,7 @@ class LoopWaits:
 _KEY = "failed"
 _READ_SECONDS = 2.0
 _POLL_SECONDS = 0.1
-_LIFE_SECONDS, _LIFE_RANKS = 2.0, 32  # so often a rank shows that it lives; less often if there are more ranks
+_LIFE_SECONDS, _LIFE_RANKS = 2.0, 32  # how often a rank shows that it lives; less often if there are more ranks
 _WAITED_SECONDS = 2.0
 _TICK_SECONDS = 0.5
 _WARN_SECONDS = 60.0  # of a wait in a custom loop
@@ -114,7 +114,7 @@ _EXIT_SECONDS = 1.0  # a rank that exits without an error may only be the first 
 
 
 class Wait(NamedTuple):
-    """Where a rank has waited for a while."""
+    """The call in which a rank has waited for a while."""
 
     calls: Sequence[Sequence[Any]]  # the numbers and names of its last calls; it may be in the last of them
     loop_number: int  # how many collectives of custom loops it has begun
@@ -145,12 +145,12 @@ def counterpart(own: Wait, other: Wait) -> str | None:
 
 
 class Watchdog:
-    """Watches the collective calls of this rank from a thread; and whether the other ranks are alive, by their servers.
+    """Watches, in a thread, the collective calls of this rank, and by their servers whether the other ranks are alive.
 
-    Reports the error that ends this process to the other ranks, and reads their reports. `explain` returns the error
-    that explains another one, or this one itself: in a custom training loop the errors of collectives reach the user as
+    It reports the error that ends this process to the other ranks, and reads their reports. `explain` returns the error
+    that explains the given one, or the given one: in a custom training loop errors of collectives reach the user as
     they are. `abort` is called with the reason, and ends all pending collectives with an error. `limit` is the number
-    of seconds that a rank may wait in a custom loop; `None` for any. `servers` are the addresses of the ranks'
+    of seconds that a rank may wait in a custom loop; `None` for no limit. `servers` are the addresses of the ranks'
     TensorFlow servers. If this process `serves` the store, the store ends with it.
     """
 
@@ -435,7 +435,7 @@ def why_no_grpc(address: str, seconds: float = _CONNECT_SECONDS) -> str:
 
 @contextlib.contextmanager
 def only_for_its_network(address: str, warns: bool) -> Iterator[None]:
-    """Lets only this machine connect to what begins to listen in this context, if its `"host:port"` is a loopback one.
+    """In this context, servers on a loopback `"host:port"` begin to listen for this machine only.
 
     TensorFlow's servers listen on all interfaces, whatever their address is, and ask for no password: one process of a
     job `warns`.

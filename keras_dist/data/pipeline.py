@@ -1,15 +1,16 @@
 """The stages of a dataset: maps only a rank's share, compares what ranks read, finds the place of a resumed run.
 
-Each rank cuts its share from each global batch, so decoding and augmenting would not get faster with more ranks. If
+As each rank cuts its share from the global batch, decoding and augmenting would not get faster with more ranks. So if
 the last stages are `elements.map(f).batch(n)`, and `f` is stateless or draws random numbers without a seed, the
-elements are batched and cut first, and `f` maps only the share. Of arrays, the indices are cut, and each rank gathers
+elements are batched and cut first, and `f` maps only the share. For arrays, the indices are cut, and each rank gathers
 its rows.
 
 A hash of each global batch shows whether ranks read different data. `map(augment, num_parallel_calls=...)` draws its
-random numbers in another order in each process. So elements are hashed as they are before such a map.
+random numbers in another order in each process, so elements are hashed before such a map.
 
 TensorFlow cannot save iterators with Python functions or random maps (tensorflow/tensorflow#59398). So a resumed run
-makes its data again, begins as many iterations, since each draws another order, and skips the batches that were read.
+makes its data again, begins as many iterations as before, since each draws another order, and skips the batches that
+were read.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ def _hash(tensor: Any, sampled: Any) -> Any:
 def with_fingerprints(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
     """Returns a dataset of pairs: a batch, and a fingerprint of what it was made of, which is the same on all ranks.
 
-    Returns `None` if the batches themselves are the same on all ranks. Where the part before the maps can't be
-    compared, a fingerprint is the one of nothing.
+    Returns `None` if the batches themselves are the same on all ranks. Where the stages before the maps can't be
+    compared, all fingerprints are equal.
     """
     if not tf_data.may_differ(dataset):
         return None
@@ -96,7 +97,7 @@ def _pairs(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
     def mapped(element: Any, fingerprint: Any) -> Any:
         return function(element), fingerprint
 
-    # Several at a time in their order: else it would be open, too.
+    # Several at a time, in order: the order must not stay open.
     return map_in_order(before, mapped) if tf_data.is_parallel(dataset) else before.map(mapped)
 
 
@@ -115,7 +116,7 @@ def seeds_of_order(dataset: tf.data.Dataset, drawn: int | None) -> list[tuple[in
 
     `drawn` is the global seed, if another run has another one.
     """
-    # What no seed decides are values then, which the script wants to be others in each run.
+    # Then only values have no seed, and the script wants other ones in each run.
     orders, values = ([(0, 0) if seed[0] == drawn else seed for seed in of] for of in tf_data.seeds_of(dataset))
     return None if (0, 0) in orders else orders + values
 
@@ -141,9 +142,9 @@ def _with_seed(dataset: tf.data.Dataset, seeds: Iterator[int], drawn: int | None
 
 
 def advance(dataset: tf.data.Dataset, iterations: int) -> None:
-    """Begins iterations over a dataset, so that the next one has the order that it had in the run before.
+    """Begins iterations over a dataset, so that the next one has the same order as in the previous run.
 
-    They are read only if a later part of the dataset draws its order when the part before has ended.
+    They are read only if a later stage of the dataset draws its order when the stage before it has ended.
     """
     if not tf_data.redraws(dataset):
         return
@@ -155,7 +156,7 @@ def advance(dataset: tf.data.Dataset, iterations: int) -> None:
 
 
 def after(dataset: tf.data.Dataset, batches: int) -> tf.data.Dataset:
-    """Returns a dataset without its first batches, and does not compute what stateless maps would make of these."""
+    """Returns a dataset without its first batches, to which stateless maps are not applied."""
     stage = tf_data.last_stage(dataset)
     if stage.kind == "batch":
         return stage.again(after(stage.input, batches * stage.arguments["batch_size"]))

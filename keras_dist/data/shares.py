@@ -101,7 +101,7 @@ def cut(batch: Any, rank: int, size: int) -> Share:
 
 
 def first_rows(share: Share, number: int) -> Share:
-    """Returns a share of the first rows only, of none if they don't belong together."""
+    """Returns a share with the first rows only, without rows if they don't belong together."""
     data = _map_rows(lambda leaf, rows: _take_rows(leaf, 0, tf.minimum(rows, number), None), share.data)
     return share._replace(data=data, count=tf.where(share.is_whole, 0, tf.minimum(share.count, number)))
 
@@ -130,8 +130,8 @@ def shard_dataset(
     Every rank reads the same stream and keeps its share of each batch, so the order of examples, the number of steps
     and the last partial batch are the same as in one process. If possible, it maps only those examples (`pipeline.py`).
 
-    `agrees` takes what tells this rank's maps from others, and returns whether all ranks have the same. The data are
-    compared before such maps, so others must come before the comparison.
+    `agrees` takes a digest of this rank's maps, and returns whether all ranks have the same. Data are compared before
+    the maps run, so ranks whose maps differ run them before the comparison.
     """
     pipeline = decompose(dataset)
     if not agrees(None if pipeline is None else pipeline.digest):
@@ -183,7 +183,7 @@ def row_count(batch: Any) -> Any:
 
 
 def _rows(leaf: Any) -> Any:
-    """Returns the length of a tensor, an int32 scalar; `None` of a scalar and of what is no tensor."""
+    """Returns the length of a tensor, an int32 scalar; `None` for a scalar and anything but a tensor."""
     if isinstance(leaf, tf.RaggedTensor):
         return tf.cast(leaf.nrows(), tf.int32)
     if isinstance(leaf, tf.SparseTensor):

@@ -1,4 +1,4 @@
-"""Where a rank's data come from: a stream that all ranks read, the chief, or the rank's own shard.
+"""The sources of a rank's data: a stream that all ranks read, the chief, or the rank's own shard.
 
 With `batch="per_replica"` a global batch is made of as many batches of the script as there are ranks. An epoch has the
 same examples as in one process, each once. If the number of its batches is not a multiple of the number of ranks, the
@@ -219,7 +219,7 @@ def _is_none(leaf: Any) -> bool:
 
 
 def _nothing() -> Any:
-    """Returns what Keras turns a `None` of a generator into."""
+    """Returns what Keras makes of a generator's `None`."""
     return tf.experimental.Optional.empty(None)
 
 
@@ -281,7 +281,8 @@ def group_batches(
 def _groups(
     dataset: tf.data.Dataset, size: int, batches_per_epoch: int | None, function: Callable[[list[Share]], Any]
 ) -> tf.data.Dataset:
-    """Returns what a function makes of the shares of each step, one for each rank. The batches are not copied.
+    """Returns the results of a function of the shares of each step, one for each rank. The batches are not copied.
+
 
     In an incomplete step the first batches are from the step before, and are not counted.
     """

@@ -1,7 +1,7 @@
 """Files that one process writes for the others: models, logs, downloads.
 
-The chief writes models, atomically. A resumed run cuts what `CSVLogger` and `TensorBoard` wrote after the commit, so a
-curve has neither a seam nor a point twice. One process of each host downloads a file or folder; the others wait for it.
+The chief writes models, atomically. A resumed run cuts off what `CSVLogger` and `TensorBoard` wrote after the commit,
+so a curve has no gap and no point twice. One process of each host downloads a file or folder, while the others wait.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from keras_dist.state.files import finish_writes, is_at, remove, write_atomicall
 
 # Its name tells when it was made (seconds since 1970), on which host and by which process.
 _EVENTS = re.compile(r"events\.out\.tfevents\.(\d+)\.(.+\.\d+)\.\d+\.v2")
-_WRITERS = ".event-writers"  # what the names of event files of each process have in common
+_WRITERS = ".event-writers"  # the common part of the names of a process's event files
 
 
 def note_writer(directory: Path) -> None:
@@ -48,10 +48,10 @@ def sizes(callbacks: Iterable[Any]) -> dict[str, int]:
 
 
 def cut(callbacks: Iterable[Any], before: Mapping[str, int], time: float, directory: Path) -> None:
-    """Cuts the files to the sizes that they had at a commit. Removes event files that runs with it made after it.
+    """Cuts the files to their sizes at a commit. Removes event files that runs made after it.
 
-    The callbacks will write the files, which are not open yet. `before` is what `sizes` returned, at `time`, in seconds
-    since 1970. In `directory` these runs have called `note_writer`.
+    The callbacks have not opened the files yet. `before` is what `sizes` returned, at `time`, in seconds since 1970. In
+    `directory` these runs have called `note_writer`.
     """
     noted = directory / _WRITERS
     writers = noted.read_text().splitlines() if noted.exists() else []
@@ -136,13 +136,13 @@ def share_on_host() -> None:
 
 
 def once_on_host(target: str, work: Callable[[], object]) -> bool:
-    """Does some work, unless another process of this host and user does it now: then waits for that one.
+    """Does some work, or waits for another process of this host and user that is doing it.
 
-    A process that comes after the end of the work does it again; that is for the caller to find out. If the process
-    that works is killed, the first one that waits does the work.
+    A process that arrives after the end does the work again: the caller must check first whether it is needed. If the
+    process that works is killed, the first one that waits does the work.
 
-    Returns whether this process did the work, which is for the file or folder `target`. If it failed in the other
-    process, raises `DistributionError`. Here, `work` raises its own error.
+    Returns whether this process did the work, which is for the file or folder `target`. Raises `DistributionError` if
+    the work failed in another process. In this process `work` raises its own error.
     """
     # Where processes of this host meet. Not beside the target: file systems of a network may have no locks.
     key = hashlib.sha256(os.path.realpath(target).encode()).hexdigest()[:32]
@@ -162,7 +162,7 @@ def once_on_host(target: str, work: Callable[[], object]) -> bool:
                     if is_at(lock, descriptor):
                         lock.unlink()
                     os.pwrite(descriptor, outcome.encode(errors="replace"), 0)
-            # The one that we have waited for removed the file when it had ended.
+            # The process that we waited for has ended, and removed the file.
             if left := os.pread(descriptor, _LONGEST_ERROR, 0).decode(errors="replace"):
                 if left == _DONE:
                     return False
@@ -196,7 +196,7 @@ def _prepare(folder: str, prepare: Callable[[], object]) -> None:
 
 
 def _write(target: str, write: keras_fit.Write) -> None:
-    """Writes a file or a folder, so that under its name there is never a part of it, not even after a kill."""
+    """Writes a file or a folder that appears under its name only when it is complete, even after a kill."""
     place = Path(os.path.realpath(target))  # a link may lead to another file system
     # One name for each host, which may share the folder: a part that was left is removed by the next one.
     key = hashlib.sha256(f"{socket.gethostname()} {place.name}".encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""A folder of commits: what a training needs to resume at the next batch, complete or not there at all.
+"""A folder of commits. Each is complete, and has what a training needs to resume at the next batch.
 
     checkpoints/
         commit-000000000100/    one commit, of step 100
@@ -7,9 +7,9 @@
         commit-000000000200/
         .writer                 locked by the process that writes
 
-A commit is written under a hidden name, flushed to the disk, and moved. So whatever ends the process, each commit that
-is there is complete, and the one that the last `write` returned is there. If a file is damaged later, its checksum
-tells. Nothing is pickled, so reading a commit runs no code of it. Imports neither TensorFlow nor Keras.
+A commit is written under a hidden name, flushed to the disk, and moved. So whatever ends the process, every commit in
+the folder is complete, and the last one that `write` returned is there. A checksum shows if a file was damaged later.
+Nothing is pickled, so reading a commit runs no code from it. Imports neither TensorFlow nor Keras.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ MANIFEST, ARRAYS = "manifest.json", "arrays.npz"
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """How far a training has come."""
+    """The progress of a training."""
 
     step: int  # batches done since the beginning of the training
     epoch: int  # the epoch that it is in; the first is 0
@@ -112,7 +112,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Found:
-    """A folder that has the name of a commit. Sorted, the newest is last."""
+    """A folder with the name of a commit. The newest sorts last."""
 
     step: int  # that its name tells
     number: int  # 1, and one more each time that the step is committed again
@@ -257,9 +257,9 @@ class Commits:
     def write(self, place: Position, arrays: Mapping[str, np.ndarray]) -> Path:
         """Writes a commit, and removes the ones that are too old. When it returns, the commit is on the disk.
 
-        A commit of the same step is replaced. A good one of a later step must not be there. Not to be called by a
-        handler of a signal, which may interrupt another write. After an `OSError` (disk full, folder gone, permission
-        missing) all commits are as they were, and a note names the last good one.
+        A commit of the same step is replaced. There must be no good commit of a later step. Don't call it in a signal
+        handler, which may interrupt another write. After an `OSError` (disk full, folder gone, permission missing) all
+        commits are as they were, and a note names the last good one.
         """
         contents = [stored(name, array) for name, array in arrays.items()]
         try:
@@ -277,8 +277,8 @@ class Commits:
                 path = self.directory / (f"{_PREFIX}{place.step:012d}" + (f".{number}" if number > 1 else ""))
                 write_atomically(path, lambda folder: write_files(Path(folder), place, contents))
                 self._last = path
-                # What it replaces, and older ones, the oldest first. Damaged ones of later steps stay until the
-                # training has come there, since they are of no harm.
+                # What it replaces, and older ones, the oldest first. Damaged ones of later steps do no harm, and
+                # stay until the training gets there.
                 good = {each.step: each for each in found if each.step < place.step and each.path not in self._damaged}
                 kept = sorted(good.values(), reverse=True)[: self._keep - 1]
                 for old in [each for each in found if each.step <= place.step and each not in kept]:
@@ -319,7 +319,7 @@ class Commits:
         return [entry for found in self._found() if (entry := entry_of(found)) is not None]
 
     def close(self) -> None:
-        """Lets other processes write here. Without it, they may when this object is gone, or the process ends."""
+        """Lets other processes write here, as the end of this object or of the process does."""
         self._lock = None
 
     def _found(self) -> Sequence[Found]:
@@ -340,12 +340,12 @@ class Commits:
                 raise ConfigurationError(
                     "The folder has a commit of a later step, which a restart would take instead.",
                     f"step {place.step:,}, and {later.path}",
-                    "Go on from that commit, or pass an empty folder, or remove the later commits.",
+                    "Resume from that commit, or pass an empty folder, or remove the later commits.",
                 )
             self._damaged.add(later.path)
 
     def _last_good(self) -> str:
-        """Returns a sentence on the last good commit, also if little can be read."""
+        """Returns a sentence about the last good commit, even if little can be read."""
         with contextlib.suppress(OSError):
             written = [self._last] if self._last is not None and self._last.is_dir() else []
             for path in written or [self.directory / each.name for each in reversed(self.list()) if not each.problem]:
@@ -354,7 +354,7 @@ class Commits:
 
 
 def no_good_commit(directory: Path, bad: Mapping[str, str]) -> DistributionError:
-    """Returns the error for a folder with commits of which none is good. `bad` has the problem of each, by its name."""
+    """Returns the error for a folder without a good commit. `bad` has the problem of each commit, by its name."""
     return DistributionError(
         f"No commit in {directory} is good.",
         "; ".join(f"{name}: {problem}" for name, problem in bad.items()),

@@ -1,8 +1,8 @@
 """Writes files so that a reader finds the complete old ones or the complete new ones, whatever ends the process.
 
-Files are written under their names in a temporary folder beside their place, flushed to the disk, and moved. Several
-files are moved together: the folder gets another name first, which says that it is complete. What a process that was
-killed has left is finished if it was complete, and else removed, when the next one writes there.
+Files are written under their names in a temporary folder next to their place, flushed to the disk, and moved. For
+several files the folder is first renamed, which marks it as complete, so that they are moved together. When the next
+process writes there, it finishes what a killed process has left if that was complete, and removes it otherwise.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def write_atomically(path: Any, write: Callable[[Any], None]) -> None:
         while True:
             folder = Path(tempfile.mkdtemp(prefix=_BEGUN, dir=target.parent))
             stack.enter_context(_locked(folder, waits=True))
-            if folder.is_dir():  # not if another process took it for one that was left, before it was locked
+            if folder.is_dir():  # not if another process took it for a leftover before it was locked
                 break
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         write(str(folder / target.name))
@@ -67,7 +67,7 @@ def write_atomically(path: Any, write: Callable[[Any], None]) -> None:
 
 
 def finish_writes(folder: Path) -> None:
-    """Finishes or removes what processes that were killed have left in a folder."""
+    """Finishes or removes what killed processes have left in a folder."""
     for left in [*folder.glob(f"{_BEGUN}*"), *folder.glob(f"{_COMPLETE}*")]:
         with _locked(left) as is_ours:
             if is_ours and left.name.startswith(_COMPLETE):
@@ -78,7 +78,7 @@ def finish_writes(folder: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes a folder, or a file, so that it is there completely or not at all."""
+    """Removes a folder or a file, which at no time is there in part."""
     hidden = folder.with_name(f"{_BEGUN}{secrets.token_hex(4)}")
     folder.rename(hidden)
     with contextlib.suppress(FileNotFoundError):  # another thread, which writes here, has removed it as a leftover

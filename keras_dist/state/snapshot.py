@@ -177,7 +177,7 @@ def _named(model: keras.Model, optimizers: Sequence[Any]) -> dict[str, Any]:
 
 
 def take_own(model: keras.Model, optimizers: Sequence[Any]) -> dict[str, Any]:
-    """Returns what each rank has of its own between two epochs: metrics, statistics, accumulated gradients."""
+    """Returns the state that differs by rank between two epochs: metrics, statistics, accumulated gradients."""
     return {
         "metrics": [values_of(metric.variables) for metric in model.metrics],
         "statistics": values_of(keras_model.statistics_of(model)),
@@ -189,7 +189,7 @@ def put_own(
     of_ranks: Sequence[dict[str, Any]], model: keras.Model, optimizers: Sequence[Any], topology: Topology,
     is_within_epoch: bool,
 ) -> None:  # fmt: skip
-    """Sets the state of this rank, from the states of all ranks, of which there may have been more or fewer.
+    """Sets the state of this rank from the states of all ranks of the commit, which may have been more or fewer.
 
     If an epoch begins (`is_within_epoch=False`), Keras has reset the metrics for it.
     """
@@ -202,7 +202,7 @@ def put_own(
         assign(statistics, own["statistics"])
         assign(accumulators, own["accumulators"])
         return
-    # The chief gets what all ranks had, the others nothing; of statistics all get the average.
+    # The chief gets the sum of all ranks, the others nothing. All ranks get the average of statistics.
     if is_within_epoch and topology.is_chief:
         combine_metrics(model, [own["metrics"] for own in of_ranks], metric_states(model)[1])
     assign(statistics, [mean_of(values) for values in zip(*(own["statistics"] for own in of_ranks), strict=True)])

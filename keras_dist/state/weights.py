@@ -1,4 +1,4 @@
-"""Broadcasts the chief's weights, compares what all ranks compute with, and combines metrics and statistics."""
+"""Broadcasts the chief's weights, compares the weights and constants of all ranks, combines metrics and statistics."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def check_weights(variables: Sequence[Any], table: np.ndarray) -> None:
 
 
 def mean_of(values: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns the mean of the ranks' values of a variable; of a variable that is no float, the chief's."""
+    """Returns the mean of the ranks' values of a variable of floats, the chief's value of any other."""
     if not keras.backend.is_float_dtype(values[0].dtype.name):
         return values[0]
     return np.mean([value.astype(np.float64) for value in values], axis=0).astype(values[0].dtype)
@@ -249,7 +249,7 @@ def mean_of(values: Sequence[np.ndarray]) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """What Keras's loss metric has counted in an epoch."""
+    """The counts of Keras's loss metric in an epoch."""
 
     mean: float  # over the examples
     examples: float  # their number, or the sum of their weights
@@ -266,8 +266,8 @@ def synchronize_metrics(
 ) -> dict[str, Any]:  # fmt: skip
     """Synchronizes the weights, combines the states of the metrics, and averages other logs.
 
-    Returns the averages over the ranks, by `weight`, of `logs`, which a custom step returned beside results of metrics.
-    Of values that are no numbers, the chief's.
+    Returns the averages over the ranks, by `weight`, of the `logs` that a custom step returned besides results of
+    metrics. Values that are not numbers are the chief's.
     """
     own, resets = _own(model, logs, weight)
     return _combine(model, synchronize(model, optimizers, backend, call, own, seen), resets)
@@ -277,7 +277,7 @@ def synchronize_metrics(
 def of_all_ranks(
     model: keras.Model, backend: Backend, call: str, logs: dict[str, Any], weight: float
 ) -> Iterator[dict[str, Any]]:
-    """In this context the metrics have counted what all ranks have counted. Yields averages of other logs."""
+    """In this context the metrics have the counts of all ranks. Yields averages of the other logs."""
     own, resets = _own(model, logs, weight)
     try:
         yield _combine(model, backend.all_gather_object(call, own), resets)
@@ -314,7 +314,7 @@ def metric_states(model: keras.Model) -> tuple[list[list[np.ndarray]], list[list
 
 
 def values_of(variables: Iterable[Any]) -> list[np.ndarray]:
-    """Returns what variables have now; of a variable on several cores, the value of all.
+    """Returns the current values of variables; of a variable on several cores, the value over all of them.
 
     On a CPU nothing is copied: a variable whose value is in use gets other memory for its next value.
     """

@@ -1,8 +1,8 @@
 """How a tensor depends on the examples of a batch: the one rule for losses, layers, metrics, assignments.
 
 The graph of a function of the script proves whether a tensor has a row for each example, or is a mean or a sum over
-the examples. Only then can that of a batch be computed from those of its shares. What is not proven may be anything (a
-root of a mean, a mean over unmasked entries, a comparison of examples), and is computed on the whole batch.
+the examples. Only then can the tensor of a batch be computed from the tensors of its shares. Without a proof it may be
+anything (a root of a mean, a mean over unmasked entries, a comparison of examples), and is computed on the whole batch.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ T = TypeVar("T")
 
 
 class Arguments:
-    """The arguments of a call. Those with as many rows as the first one are of the examples."""
+    """The arguments of a call. Tensors as long as the first one have a row for each example."""
 
     def __init__(self, arguments: Any) -> None:
         self._arguments = arguments
         self.leaves = keras.tree.flatten(arguments)
-        # Those that are no tensors, such as `training`.
+        # Arguments that are not tensors, such as `training`.
         self.settings = tuple(leaf for leaf in self.leaves if isinstance(leaf, bool | int | float | str | None))
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, tf.Tensor) and leaf.shape.rank]
         self.rows = [tensor for tensor in tensors if same_length(tensor, tensors[0])]
@@ -68,7 +68,7 @@ def traced(arguments: Arguments, inspect: Callable[[Sequence[Any]], T]) -> T:
 
 
 def _mask_like(rows: Any, mask: Any) -> Any:
-    """Returns a mask that depends on rows, of the rank of another one."""
+    """Returns a mask that depends on rows and has the rank of another mask."""
     parts = tf.not_equal(rows, tf.zeros_like(rows))
     while parts.shape.rank > mask.shape.rank:
         parts = tf.reduce_any(parts, -1)
@@ -202,9 +202,9 @@ _OF_STATE = frozenset({"ReadVariableOp", "ResourceGather", "StatefulPartitionedC
 
 
 class StepProof(Proof):
-    """The kinds of tensors of a step on a share: what it reads and draws may be anything.
+    """The kinds of tensors of a step on a share. What the step reads or draws may be anything.
 
-    The later sizes of a tensor count as the same for all shares.
+    All sizes of a tensor but the first are taken to be the same for all shares.
     """
 
     def _computed(self, tensor: Any) -> Kind:
@@ -246,7 +246,7 @@ def _of_columns(operation: Any, kinds: list[Kind]) -> Kind:
 
 
 def _of_totals(tensor: Any, kinds: list[Kind]) -> Kind:
-    """A mean stays one where it is scaled, or added to another, and so does a sum. A sum by a count is a mean."""
+    """A mean that is scaled, or added to a mean, is still a mean; the same for sums. A sum by a count is a mean."""
     operation = tensor.op
     (first, *others), constant = kinds, Kind.CONSTANT
     if operation.type in _LINEAR:

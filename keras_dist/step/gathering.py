@@ -46,7 +46,7 @@ def gather_in_step(backend: Backend, tensor: Any) -> Any:
 
 
 def check_own_rows(step: Step, values: Any, loss: str) -> Any:
-    """Returns the values of a loss that counts shares, or gathers them; fails if they are not those of this share."""
+    """Returns the values of a loss that counts or gathers shares; fails if they belong to rows of other shares."""
     if not step.has_gathered or values.shape.rank == 0:
         return values
     text = (
@@ -124,9 +124,9 @@ _Draw = Callable[..., Any]
 
 
 def whole_draws(exchange: Backend) -> contextlib.AbstractContextManager[None]:
-    """Makes `keras.random`, and so the layers of Keras, draw for the whole batch, in this context.
+    """In this context `keras.random`, and so every layer of Keras, draws for the whole batch.
 
-    What has a row for each example is drawn for all of them. Everything else is drawn alike on all replicas.
+    Tensors with a row for each example are drawn for all examples. All others are drawn alike on all replicas.
     """
     replacements: dict[str, _Draw] = dict.fromkeys(keras_random.OF_SHAPE, functools.partial(_of_shape, exchange))
     replacements["dropout"] = _dropout
@@ -141,7 +141,7 @@ class _Rows(NamedTuple):
     total: Any  # int32 scalar, the rows of the batch
     start: Any  # int32 scalar, the first one of the share
     count: Any  # int32 scalar, the rows of the share
-    parts: Any = None  # so many batches stand one after the other, each with as many rows; `None` if it is one
+    parts: Any = None  # the number of batches that were concatenated, each as long as the others; `None` for one
 
     def of(self, whole: Any) -> Any:
         if self.parts is None:
@@ -168,15 +168,15 @@ class _Rows(NamedTuple):
 
 
 def _rows(step: Step | None, length: Any) -> _Rows | None:
-    """Returns the place of the rows of a tensor of this length, `None` if they are not those of the examples.
+    """Returns where the rows of a tensor of this length are in the batch, `None` if they are not rows of examples.
 
-    Those of an example are one after the other, unless the script has concatenated batches, as a GAN does.
+    The rows of one example follow each other, unless the script has concatenated batches, as a GAN does.
     """
     if step is None or step.place is None or keras_model.applying() is not None:
         return None
     own = static_length(step.data)
     if (static := tf.get_static_value(length)) is not None:
-        # The length of a batch is not static, unless that of the share is.
+        # The length of a batch is static only if the length of the share is.
         if own is None or tf.executing_eagerly() and static != own:
             return None
         if static == own:
@@ -266,12 +266,12 @@ def _gathered(exchange: Backend, values: Any, rows: _Rows) -> Any:
 def on_share(exchange: Backend, step: Step, data: Any, exact: bool) -> Iterator[Any]:
     """The context of a step on a share. Yields the data of the share. Every replica must enter it.
 
-    TensorFlow starts what needs no data, such as counting, drawing or a collective, also in the step that finds that
-    data of unknown length have ended. Some devices or ranks would do so, and others not. So nothing of the step runs
-    before all tensors of its data are there.
+    If the data have an unknown length, one step finds that they have ended. TensorFlow starts whatever needs no data
+    (counting, drawing, a collective) in that step too, on some devices or ranks but not on others. So nothing of a step
+    runs before all tensors of its data are there.
 
-    For `exact` numbers the step knows where its share starts. Its data then have no static length: so a length that
-    comes from the batch is told from an equal number.
+    For `exact` numbers the step knows where its share starts. Its data then have no static length, which tells a length
+    that comes from the batch from an equal number.
     """
     leaves = tf.nest.flatten(data, expand_composites=True)
     with tf.control_dependencies([leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]):

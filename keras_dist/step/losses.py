@@ -1,4 +1,4 @@
-"""The loss rule: by what a rank's loss is multiplied, so that the mean over ranks is the loss of the global batch.
+"""The loss rule: the factor of a rank's loss, so that the mean over ranks is the loss of the global batch.
 
 A rank's loss counts as a mean over the examples of its share. Most losses are such a mean. The others divide by
 something else: nothing (`"sum"`), the sum of the weights (`"mean_with_sample_weight"`), or the number of unmasked
@@ -46,7 +46,7 @@ def rescale(
         with tf.control_dependencies([check_own_rows(step, values, "a loss with reduction='sum'")]):
             loss = tf.identity(loss)
         return loss * _ratio(step.total, step.count, loss.dtype)
-    # What Keras sums up and divides this reduction by; else it divides by the number of entries.
+    # Keras divides this reduction by the sum of this; others by the number of entries.
     used = (weights, mask) if reduction == "mean_with_sample_weight" else (mask,)
     parts = [tf.cast(part, step.dtype) for part in used if part is not None]
     if not parts:
@@ -99,8 +99,9 @@ def on_whole_batch(
 
 
 def of_own_function(exchange: Backend, counted: Sequence[Any], call: Callable[..., Any], given: Any) -> Any:
-    """Calls the `compute_loss` that a model has of its own, on the current share, or on the whole batch if its value is
-    not proven to be a mean over the rows, or its values those of single rows.
+    """Calls a model's own `compute_loss` on the current share. Where its value is not proven to be a mean over the
+    rows, or its values to depend on single rows, it is called on the whole batch.
+
 
     What it adds to `counted`, the variables of the model's metrics, counts once, not once for each replica.
     """
@@ -145,7 +146,7 @@ def _of_dtype(values: Any, dtype: Any) -> Any:
 
 
 def _couples(loss: Any, values_of: Callable[..., Any], y_true: Any, y_pred: Any, is_weighted: bool) -> bool:
-    """True if the loss of a batch is no mean over its examples. Keras multiplies one number by the mean of the weights.
+    """True if the loss of a batch is not a mean over its examples. Keras multiplies one number by the mean weight.
 
     The answer does not depend on the size of a share, so it is the same on all replicas.
     """
@@ -169,10 +170,10 @@ def _couples(loss: Any, values_of: Callable[..., Any], y_true: Any, y_pred: Any,
 
 
 def of_each_example(step: Step | None, losses: Any) -> Any:
-    """Pads a loss with one value per example by zeros for the other ranks' examples, and weights it by the loss rule.
+    """Pads a loss of one value per example with zeros for the other ranks' examples, and weights it by the loss rule.
 
-    Then its sum and its mean over the share are both right, and Keras, which weights such a loss by its length, counts
-    the examples of the global batch. Other losses stay as they are.
+    Then both its sum and its mean over the share are right, and Keras, which weights such a loss by its length, counts
+    the examples of the global batch. Other losses are returned as they are.
     """
     if step is None or not tf.is_tensor(losses) or losses.shape.rank in (0, None):
         return losses

@@ -1,14 +1,14 @@
-"""How metrics that a user has written count a share of a batch, and what the logs of a step are.
+"""How metrics that a user has written count a share of a batch, and how the logs of a step are computed.
 
 The states of a metric are summed over the shares. That is right if the graph of an update proves that it adds a sum
-over the examples to its variables. One that adds a number for each batch (a mean, and 1 to a count) is right if what a
-share adds is weighted by the share. All others are updated with the rows of the whole batch. If an update adds to its
-state (a root of a mean, Dice), every replica then counts its part of what is added; if not (a maximum, state in
-Python), one replica keeps the result.
+over the examples to its variables. If it adds a number for each batch (a mean, and 1 to a count), the share's number
+is weighted by the share. All other metrics are updated with the rows of the whole batch. If such an update adds to its
+state (a root of a mean, Dice), every replica counts its part of what is added; if not (a maximum, state in Python), one
+replica keeps the result.
 
-In a step a metric has counted the shares of one replica, so its result there is not that of all. Logs that depend on
-results only are computed again from the metrics of all replicas. All other logs are averages over the replicas, by the
-number of examples.
+Within a step a metric has counted the shares of one replica only. So logs that depend on results only are computed
+again from the metrics of all replicas. All other logs are averaged over the replicas, weighted by the number of
+examples.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _update(backend: Backend, metric: Any, plain: Callable[..., Any], *args: Any
     kinds = _kinds_of(metric, plain, arguments)
     if isinstance(kinds, NotSupportedError):
         adds_up = all(variable.aggregation == "sum" for variable in metric.variables)
-        # State in Python is kept where an update runs as it is written, in a process that has no other replica.
+        # State in Python works only where updates run eagerly, in a process with one replica.
         has_python = tf.executing_eagerly() and backend.topology.size == backend.num_replicas
         is_kept = has_python or not isinstance(kinds, _StateElsewhere)
         if not (backend.keeps_metrics and adds_up and _can_gather(arguments) and is_kept):
@@ -78,11 +78,11 @@ def _update(backend: Backend, metric: Any, plain: Callable[..., Any], *args: Any
 
 @contextlib.contextmanager
 def _kept_by_one_replica(backend: Backend, step: Step, variables: Sequence[Any]) -> Iterator[None]:
-    """Keeps what is assigned in this context on the chief's first replica; in one process, on the last one.
+    """Keeps what is assigned in this context on the chief's first replica; in one process, on the last replica.
 
-    The states of the others stay as after a reset, so the sum of all states is that of this one. In `train_on_batch`
-    the chief's metrics hold the totals of all ranks. Of the replicas of one process only the last one's share is never
-    empty.
+    The other replicas keep the state after a reset, so the sum of all states is that of this one. Why these replicas:
+    in `train_on_batch` the chief's metrics hold the totals of all ranks, and within one process only the last
+    replica's share is never empty.
     """
     keras_strategy.assign_of_batch(variables)
     before = [tf.identity(variable.value) for variable in variables]
@@ -94,7 +94,7 @@ def _kept_by_one_replica(backend: Backend, step: Step, variables: Sequence[Any])
 
 
 def _can_gather(arguments: Arguments) -> bool:
-    """True if all tensors have rows that can be sent. A number of the share can't be one of the batch."""
+    """True if all tensors have rows that can be sent. A single number of the share tells nothing of the whole batch."""
     tensors = [leaf for leaf in arguments.leaves if tf.is_tensor(leaf)]
     return len(arguments.rows) == len(tensors) and all(rows.dtype != tf.string for rows in tensors)
 
@@ -122,7 +122,7 @@ def _found(metric: Any, update: Callable[..., Any], arguments: Arguments) -> _Ki
         # A number is a mean over the examples, or counts them.
         kinds = {number.name: Kind.MEAN if number.dtype.is_floating else Kind.COUNT for _, number in numbers}
         args, kwargs = arguments.with_leaves([*zip(arguments.rows, rows, strict=True), *numbers])
-        for _ in range(2):  # what an update sets once is no state
+        for _ in range(2):  # what is set once only is not state
             before = _in_python(metric)
             given = [(variable, tf.identity(variable.value)) for variable in metric.variables]
             with keras.StatelessScope(given, initialize_variables=False) as scope:
@@ -139,7 +139,7 @@ def _found(metric: Any, update: Callable[..., Any], arguments: Arguments) -> _Ki
         if isinstance(error, NotSupportedError):
             return error
         return NotSupportedError(
-            "What this metric counts can't be told: `update_state` can't be traced. Nor can it see the whole batch.",
+            "keras_dist can't tell what this metric counts: `update_state` can't be traced, nor see the whole batch.",
             f"metric {metric.name!r} ({type(metric).__name__}): {error!r:.300}",
             "Write `update_state` with operations of Keras or TensorFlow, or compute the metric from `model.predict`.",
         )
@@ -171,7 +171,7 @@ def _kind_of(variable: Any, old: Any, new: Any, proof: Proof) -> str:
 
 
 def _in_python(metric: Any) -> dict[str, Any]:
-    """Returns for each attribute something that changes if a state in plain Python does."""
+    """Returns for each attribute a value that changes if its state in plain Python changes."""
     plain = vars(keras.metrics.Metric(name="plain"))
     found = {name: value for name, value in vars(metric).items() if name not in plain}
     for name, value in found.items():
@@ -210,7 +210,7 @@ class Logs:
         self._known: dict[str, dict[str, Callable[[], Any] | None]] = {"train": {}, "test": {}}
         self._results: list[tuple[Any, Callable[[], Any]]] = []  # tensors, and how to compute them again
         self._reported: set[str] = set()
-        self.is_frozen = False  # True where what the logs are stays as it was noted
+        self.is_frozen = False  # True where the logs have been noted for good
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -234,7 +234,7 @@ class Logs:
         return result
 
     def note(self, kind: str, logs: Any) -> Any:
-        """Notes what the logs of a `"train"` or `"test"` step are, while it is recorded. Returns one flat dict."""
+        """Notes, as a `"train"` or `"test"` step is recorded, what its logs are computed from. Returns a flat dict."""
         if not isinstance(logs, dict):
             return logs
         if self.is_frozen:

@@ -4,12 +4,11 @@ So clipping, the check for infinities and the update all see the gradient of the
 rank's gradient is that of a mean over its share. It is weighted by `count / total`, so that the sum over the ranks is
 the gradient of the mean over the global batch. `kd.all_reduce` does the same for a step that changes gradients itself.
 
-Keras's Adam squares each row of a table's gradient (`tf.IndexedSlices`) before rows of the same index are added, and
+Keras's Adam squares each row of a table's gradient (`tf.IndexedSlices`) before it adds rows of the same index, and
 clipping by norm counts each row, so the rows must be those of one process. A lookup of the batch's own ids gives rows
-for each example: the rows of all shares, one after the other, are those of the batch. A lookup that does not depend on
-the share, such as that of positions in a transformer, or of the ids of the whole batch, gives the same rows in every
-share: there the shares' rows are added. So are the rows of an index that several shares look up, where the lookup
-itself has each index once.
+for each example: the rows of all shares, concatenated, are the rows of the batch. A lookup that does not depend on the
+share (positions in a transformer, the ids of the whole batch) gives the same rows in every share, so these are added.
+So are the rows of an index that several shares look up, if the lookup itself has each index once.
 """
 
 from __future__ import annotations
@@ -147,7 +146,7 @@ def _has_rows(indices: Any) -> bool:
 
 def _tell_positions(when: str) -> None:
     step = step_module.current()
-    if step is None or step.applied is not None:  # what is tried out runs eagerly, whatever the script does
+    if step is None or step.applied is not None:  # a step that is tried out always runs eagerly
         return
     if isinstance(step.replica, int) and step.replica == 0:
         announce_once(
@@ -157,12 +156,12 @@ def _tell_positions(when: str) -> None:
 
 
 def _is_tiled(indices: Any, examples: Any) -> Any:
-    """True if a lookup has the same indices again for each example: a bool scalar, on one example always False."""
+    """True if a lookup repeats the same indices for each example: a bool scalar, False for one example."""
     return tf.logical_and(tf.greater(examples, 1), _are_repeated(indices, examples))
 
 
 def _are_repeated(indices: Any, times: Any) -> Any:
-    """True if a vector consists of equal parts, so many times one after the other: a bool scalar."""
+    """True if a vector is one part, repeated this many times: a bool scalar."""
     count = tf.size(indices)
     length = count // tf.maximum(times, 1)
     first = tf.gather(indices, tf.range(count) % tf.maximum(length, 1))
@@ -170,7 +169,7 @@ def _are_repeated(indices: Any, times: Any) -> Any:
 
 
 def _is_unique(tensor: Any) -> bool:
-    """True if a lookup has each index once, as in `tf.nn.embedding_lookup_sparse`: so have layers of sparse inputs."""
+    """True if a lookup has each index once, as `tf.nn.embedding_lookup_sparse` in layers with sparse inputs."""
     if not hasattr(tensor, "graph"):
         step = step_module.current()
         return step is not None and any(np.array_equal(np.sort(tensor), np.sort(ids)) for ids in step.looked_up)
@@ -191,8 +190,8 @@ def _is_unique(tensor: Any) -> bool:
 def all_reduce(backend: Backend, gradients: Any) -> Any:
     """See `kd.all_reduce`. Raises `ConfigurationError` if there are several replicas and no step runs.
 
-    The optimizer reduces dense gradients once more. That changes nothing: the weights of the shares sum to 1. Rows of
-    sparse ones would be there twice, for which some optimizers compute something else: it knows them by their indices.
+    The optimizer reduces dense gradients once more, which changes nothing: the weights of the shares sum to 1. Sparse
+    rows would be there twice, which changes the update of some optimizers, so it recognizes them by their indices.
     """
     if backend.num_replicas == 1:
         return gradients
@@ -275,7 +274,7 @@ def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
 
 
 def build_at_once(optimizer: Any, variables: Sequence[Any] | None) -> bool:
-    """Creates an optimizer's variables in the step that first calls it, beside those that it updates.
+    """Creates an optimizer's variables in the step that first calls it, next to the variables that it updates.
 
     `variables` is `None` if the caller does not say what it updates: then nothing is created. Nor is it where the
     variables are those of TPUStrategy, which makes one for each core. True if they were created.
@@ -300,9 +299,9 @@ def parts_of(optimizer: Any) -> Iterator[Any]:
 
 
 def variables_of(optimizer: Any) -> list[Any]:
-    """Returns the variables of an optimizer, of those that it holds, and the states of the generators that they hold.
+    """Returns the variables of an optimizer and of the optimizers in it, and their generators' states.
 
-    Keras does not count the latter as the optimizer's own.
+    Keras does not count these states as variables of the optimizer.
     """
     found: list[Any] = []
     for part in parts_of(optimizer):
@@ -349,8 +348,8 @@ FUSED_FROM = 2**20, 2**14  # weights: of all variables, and of each on average
 def fused(optimizer: Any, update: Callable[..., Any]) -> Callable[..., Any]:
     """Returns an optimizer's update as one function that XLA compiles, where that pays.
 
-    Keras writes an update as a dozen operations for each variable, each a pass over memory. To compile it takes
-    seconds, so that of a small model, or of one with small variables, stays as it is.
+    Keras writes an update as a dozen operations for each variable, each a pass over memory. Compiling takes seconds, so
+    the update of a small model, or of small variables, is not compiled.
     """
 
     if own := [type(part).__name__ for part in parts_of(optimizer) if not keras_model.is_kerass(type(part))]:

@@ -1,4 +1,4 @@
-"""The step that is being traced or run: the weight of this rank's share, what ranks compare, how long they wait.
+"""The step that is being traced or run: the weight of this rank's share, what the ranks compare, how long they wait.
 
 Each rank sends the fingerprint of its global batch and its learning rate along with the gradients, so comparing them
 costs no communication. If they differ, the step stops on all ranks before it updates anything, and the error names rank
@@ -180,9 +180,9 @@ def weigh_loss(optimizer: Any, loss: Any) -> Any:
 
 
 def weight_of_sum(losses: Any) -> Any:
-    """Returns by what to multiply a sum over the share's examples: a share's loss counts as a mean.
+    """Returns the factor of a sum over the share's examples, as a share's loss counts as a mean.
 
-    `losses` with other rows than the examples' are no sum over them.
+    `losses` whose rows are not the examples are not a sum over them.
     """
     step = current()
     if step is None:
@@ -206,7 +206,7 @@ def current() -> Step | None:
 
 
 def is_outside() -> bool:
-    """True outside of a step, and of what is computed on a whole batch."""
+    """True if neither a step nor a computation on a whole batch is running."""
     return _CURRENT.get() is _OUTSIDE
 
 
@@ -316,7 +316,7 @@ def check_seen(by_rank: Sequence[Fingerprints]) -> None:
     if any(seen.data != by_rank[0].data for seen in by_rank):
         raise _different_data(np.asarray([seen.data for seen in by_rank]))
     all_constants = [seen.constants for seen in by_rank]
-    # Only types of which every rank has as many: the chief's step may also print or write summaries.
+    # Only types that occur equally often on every rank: the chief's step may also print or write summaries.
     types = [Counter(kind for _, kind, _ in constants) for constants in all_constants]
     common = {kind for kind, count in types[0].items() if all(counts[kind] == count for counts in types)}
     hashes = [Counter((kind, value) for _, kind, value in constants if kind in common) for constants in all_constants]

@@ -1,20 +1,21 @@
 """What makes a step on a share a part of the step on the whole batch.
 
-The denominators of its losses and the statistics of layers are those of the whole batch, and its random numbers are
-others than those of other shares. What it assigns to variables by hand is combined over the shares:
+The denominators of its losses and the statistics of its layers are those of the whole batch, and each share draws its
+own random numbers. What a step assigns to variables by hand is combined over the shares:
 
 - A value that does not depend on the share (a moving average of weights, a count of steps) is the same on all replicas.
 - A value from the share is combined by the variable's `aggregation`: the changes are summed, or averaged by examples.
 - Without an `aggregation` nobody can know how, and it is refused. Keras's own normalizations are averaged.
 
-A layer of the user's that collects state, or adds a loss that is no mean over its examples (a codebook, a queue, a
-running mean), gets the inputs of all shares. So every replica computes what one process would, and returns the outputs
-for its own share. What a layer does is read from the graph of its `call`, which is traced once more for that.
+A layer of the user's own that collects state, or adds a loss that is not a mean over its examples (a codebook, a queue,
+a running mean), gets the inputs of all shares. So every replica computes what one process would, and returns the
+outputs for its own share. What a layer does is read from the graph of its `call`, which is traced once more for this.
 
-XLA cannot compile an operation that waits for other processes, and Keras compiles a whole step. Here the outermost
-layer that a step calls, most often the model, is one compiled function, and so is its gradient. What meets the other
-replicas stays outside. A layer that does so itself in its forward pass (synchronized BatchNormalization, `kd.gather`)
-is computed without XLA, and in its place the layers inside it are compiled. One line names it.
+
+Keras compiles a whole step, but XLA cannot compile an operation that waits for other processes. So here the outermost
+layer that a step calls, usually the model, is one compiled function, and so is its gradient. Whatever communicates with
+other replicas stays outside. A layer that communicates in its own forward pass (synchronized BatchNormalization,
+`kd.gather`) runs without XLA, and the layers inside it are compiled instead. One log line names it.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def _tell(name: str, reason: str) -> None:
 def _compiled_call(layer: Any, plain: Callable[..., Any], arguments: Any) -> Any:
     """Calls a layer as a pure function of its arguments and variables, which XLA compiles.
 
-    So it does not matter where the variables are, and what the layer does is done by the step itself.
+    So it does not matter where the variables are, and the side effects of the layer are made by the step itself.
     """
     leaves, variables = keras.tree.flatten(arguments), keras_layers.variables_of(layer)
     places = [index for index, leaf in enumerate(leaves) if tf.is_tensor(leaf)]
@@ -221,8 +222,8 @@ def combined_assignments(exchange: Backend, model: keras.Model, step: Step) -> I
 def combine(exchange: Backend, step: Step, before: Sequence[tuple[Any, Any]]) -> None:
     """Combines, in one reduction, what the replicas have assigned to variables: pairs with what they had before.
 
-    What a replica has changed counts in full if the variable's aggregation is "sum", else by its examples. If that is
-    no mean of floats, and the script has not asked for one, the first replica's change counts.
+    A replica's change counts in full if the variable's aggregation is "sum", otherwise by its number of examples. Where
+    that would be a mean of integers that the script has not asked for, the first replica's change counts.
     """
     if not before:
         return
@@ -249,9 +250,9 @@ def combine(exchange: Backend, step: Step, before: Sequence[tuple[Any, Any]]) ->
         keras_model.backing(variable).assign(value)
 
 
-# Layers that need no more than their share, and the arguments, such as `training`, with which this was found.
+# Layers that need their share only, and the arguments, such as `training`, with which this was found.
 _Known = MutableMapping[keras.layers.Layer, set[Any]]
-_known_eagerly: _Known = weakref.WeakKeyDictionary()  # what a step that runs eagerly need not find out each time
+_known_eagerly: _Known = weakref.WeakKeyDictionary()  # kept so that eager steps need not find it out each time
 
 
 def _call(
@@ -337,7 +338,7 @@ def whole_batch(
     backend: Backend, prepare_optimizer: Callable[[Any], None], model: keras.Model | None = None,
     prepare: Callable[[Any], Any] = lambda values: values, exact: bool = False,
 ) -> Iterator[None]:  # fmt: skip
-    """Makes the losses, gradients and statistics of a share those of the global batch, and its noise its own.
+    """Makes the losses, gradients and statistics of a share those of the global batch. Each share has its own noise.
 
     Args:
         prepare_optimizer: Distributes an optimizer that the step applies and that is not distributed yet.
@@ -373,7 +374,7 @@ def whole_batch(
             for layer in others:
                 call = functools.partial(_call, backend, layer, layer.call, lambda arguments: _UNKNOWN)
                 stack.enter_context(attached(layer, "call", call))
-            # Refuses assignments of which nobody knows how to combine them. It sees those in a graph.
+            # Refuses assignments that nothing says how to combine. It sees those in a graph.
             for variable in keras_layers.own_state(model):
                 stack.enter_context(attached(variable, "assign", functools.partial(_assign, variable, variable.assign)))
             stack.enter_context(compiled_layers(model, backend.topology.is_chief))
@@ -390,7 +391,7 @@ def _note_lookup(ids: Any) -> None:
 
 
 def _tell_averaged(variable: Any, value: Any) -> None:
-    """Tells of state in a loop of the script's own that is combined though nobody said how."""
+    """Warns of state in a custom loop that is combined by a default, as the script does not say how."""
     step = step_module.current()
     if step is None or keras_model.applying() is not None:  # an optimizer counts its steps, on all replicas alike
         return
@@ -423,7 +424,8 @@ def _greatest(exchange: Backend, number: Any) -> Any:
 
 def _replica() -> Any:
     step = step_module.current()
-    # An update is the same on all replicas, also the noise of one that draws.
+    # An update is the same on all replicas, including any noise in it.
+
     return None if step is None or keras_model.applying() is not None else step.replica
 
 

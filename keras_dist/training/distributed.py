@@ -1,9 +1,9 @@
-"""What makes a model a distributed one: one object, whose methods are called where the script calls those of the model.
+"""The object that distributes a model: its methods run where the script calls the model's.
 
-They are attributes of the model object, so the class, its configuration and its files stay those of a plain model. The
-same object is what Keras takes for the model's `tf.distribute.Strategy`, by which it distributes each dataset and runs
-each step: below an overridden `fit`, and above an overridden `train_step`, which gets its data in the usual form. An
-engine subclasses it and overrides what it does differently.
+They are set as attributes of the model object, so its class, configuration and files stay those of a plain model. Keras
+takes the same object for the model's `tf.distribute.Strategy`, with which it distributes each dataset and runs each
+step: below an overridden `fit`, and above an overridden `train_step`, which gets its data in the usual form. An engine
+subclasses it and overrides what it does differently.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _thread = threading.local()  # `is_of_script` is true where models are distribut
 
 
 class DistributedModel(Verified):
-    """What one model is on all engines."""
+    """Distributes one model: what is the same on all engines."""
 
     num_replicas_in_sync = 1  # `run` returns one value for all replicas
 
@@ -137,10 +137,10 @@ class DistributedModel(Verified):
         return wrapper
 
     def _check_thread(self, name: str) -> None:
-        """Refuses a call by a thread that reads data: the other ranks don't make it, or at another time.
+        """Refuses a call by a thread that reads data: other ranks don't make it, or make it at another time.
 
-        Such threads, of TensorFlow and Keras, are daemons. They may read ahead when the call for which they read has
-        ended.
+        Such threads, of TensorFlow and Keras, are daemons. They may still read ahead after the call that needs the data
+        has ended.
         """
         thread = threading.current_thread()
         if getattr(_thread, "is_of_script", thread is threading.main_thread()) or not (_running or thread.daemon):
@@ -177,7 +177,7 @@ class DistributedModel(Verified):
             raise explained from error
 
     def _found_by_verification(self, error: Exception) -> Exception:
-        """Returns what verification has found if that is the cause of an error of TensorFlow, once; else the error."""
+        """Returns, once, what verification has found if that caused an error of TensorFlow; otherwise the error."""
         found = [verification.error for verification in self.verifications.values() if verification.error is not None]
         for verification in self.verifications.values():
             verification.error = None
@@ -281,7 +281,7 @@ class DistributedModel(Verified):
         return [prepared.get(id(callback), callback) for callback in callbacks]
 
     def _on_this_rank(self, callbacks: Any, optimizers: Sequence[Any] = ()) -> list[Any]:
-        """Returns the callbacks of a call, those that write only on the chief."""
+        """Returns the callbacks of a call; those that write files act on the chief only."""
         prepared = list(map(on_chief, as_list(callbacks)))
         for callback in prepared:
             if isinstance(callback, ChiefOnly):
@@ -350,7 +350,7 @@ class DistributedModel(Verified):
     # --- The check that is on by default ---
 
     def _with_check(self, kind: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Returns a function of steps which compares some, on a few rows, if they run code of the script's own."""
+        """Returns a function of steps that compares some of them, on a few rows, if they run the script's own code."""
 
         def checked(iterator: Any) -> Any:
             if (rows := self.first_rows.get(kind)) is None:
@@ -371,7 +371,7 @@ class DistributedModel(Verified):
         return checked
 
     def _noted(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Returns a function of steps on shares, of whose errors `_explained` says so."""
+        """Returns a function of steps on shares. `_explained` adds to its errors that a step saw a share."""
 
         def noted(iterator: Any) -> Any:
             self._build_optimizer()
@@ -400,7 +400,7 @@ class DistributedModel(Verified):
             build_at_once(optimizer, weights)
 
     def noting_draws(self, kind: str | None) -> contextlib.AbstractContextManager[None]:
-        """Notes in this context, as a step is traced, from which seed generators its first replica here draws."""
+        """Notes the seed generators from which the first replica of this process draws, as a step is traced here."""
         if self._applied is not None or kind is None or tf.executing_eagerly():
             return contextlib.nullcontext()
         drawn, first = self._drawn.setdefault(kind, []), self._backend.topology.rank * self._backend.replicas
@@ -414,9 +414,9 @@ class DistributedModel(Verified):
         return keras_random.observed(note)
 
     def _count_end_of_data(self, iterator: Any) -> None:
-        """Does what a step does without data, once data of unknown length have ended, as TensorFlow does.
+        """Does once what a step does without data when data of unknown length have ended, as TensorFlow does.
 
-        A step that XLA compiles does not begin without data, nor does one that runs eagerly or among others.
+        A step that XLA compiles does not begin without data, nor does an eager step, or one of several in an execution.
         """
         model, is_compiled = self._model, keras_layers.is_compiled(self._model)
         if model.run_eagerly or model.steps_per_execution > 1 or is_compiled:
@@ -483,7 +483,7 @@ class DistributedModel(Verified):
 
     @property
     def counters(self) -> list[tf.Variable]:
-        """The variables that a step assigns, beside the variables of the model and its optimizers."""
+        """Returns the variables that a step assigns besides those of the model and its optimizers."""
         return []
 
     @contextlib.contextmanager

@@ -1,12 +1,12 @@
 """Ctrl-C and SIGTERM during `fit`: the ranks stop after the same step, so that they can still save.
 
 A launcher passes Ctrl-C on to every rank, but the ranks may be in different steps when they receive it. And while a
-rank waits for the others inside a step, Python can't handle the signal. So a thread receives it, and publishes the
-place of this rank: its step, or for SIGTERM the number of checks, which are after steps and epochs. Then each rank
-reads the places of all ranks, and stops at the first one after the latest of them.
+rank waits for the others inside a step, Python can't handle the signal. So a thread receives it and publishes how far
+this rank is: its step, or for SIGTERM the number of checks, which follow steps and epochs. Each rank then reads how far
+all ranks are, and stops right after the furthest one.
 
-SIGTERM is handled only in a `fit` that commits its state. It may come to one rank alone, whose machine is taken away:
-then the others read that in the store.
+SIGTERM is handled only in a `fit` that commits its state. It may reach one rank alone, whose machine is taken away: the
+others then read of it in the store.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ def interrupts_of(backend: Backend) -> Interrupts:
 class Interrupts:
     """Lets the signals wait for a step after which all ranks can stop.
 
-    Without a store this process is alone, or its ranks can't communicate outside their collectives (MPI): then it waits
-    for nobody, and Ctrl-C is Python's own.
+    Without a store this process is alone, or its ranks can't communicate outside their collectives (MPI): then nothing
+    waits, and Python handles Ctrl-C itself.
     """
 
     def __init__(self, topology: Topology, store: Rendezvous | None) -> None:
         self._topology = topology
         self._store: Any = store
         self._step = 0  # the current step, counted over all calls of `fit`; the same on all ranks
-        self._checks = 0  # how often it was asked whether to end; the same on all ranks
+        self._checks = 0  # how often `ends` was asked; the same on all ranks
         self._stops = 0
         self._is_interrupted = False
         self._received = 0
@@ -107,7 +107,7 @@ class Interrupts:
         self._end_if_again()
 
     def _end_if_again(self) -> None:
-        """Ends the process if SIGTERM has come before, and not for the same reason."""
+        """Ends the process if an earlier SIGTERM, sent for another reason, has come."""
         if self._terminated_at is None:
             self._terminated_at = time.monotonic()
         elif time.monotonic() - self._terminated_at > _SAME_SECONDS:
@@ -171,7 +171,7 @@ class Interrupts:
         return None if received == _CLOSE else received[0]
 
     def _latest(self, signum: signal.Signals) -> int:
-        """Returns the latest place in which a rank received a signal, 0 if not all ranks did."""
+        """Returns the latest step or check at which a rank received a signal, 0 if not all ranks have."""
         if self._store is None:
             return 0
         deadline = time.monotonic() + _WAIT_SECONDS[signum]

@@ -1,9 +1,9 @@
-"""`kd.shard`, `kd.run` and `kd.reduce`, the functions of a custom loop; what steps call, also those of `fit`.
+"""`kd.shard`, `kd.run` and `kd.reduce`, the functions of a custom loop.
 
-What a step of a loop assigns to Keras variables is combined by the variable's `aggregation`. What a rank has changed
-counts in full if that is `"sum"` (metrics), otherwise by its examples (BatchNormalization's moving averages). Of
-integers and of `"only_first_replica"` the first rank's change counts. All changes travel in one reduction at the end of
-the step, so `metric.result()` is right on each rank.
+What a step of a loop assigns to Keras variables is combined by the variable's `aggregation`. A rank's change counts in
+full with `"sum"` (metrics), otherwise by its number of examples (BatchNormalization's moving averages). Of integers,
+and with `"only_first_replica"`, the first rank's change counts. All changes travel in one reduction at the end of the
+step, so `metric.result()` is right on each rank.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from keras_dist.training.verification import Verification, Verified
 
 @contextlib.contextmanager
 def combined(backend: Backend, step: Step) -> Iterator[None]:
-    """Combines what is assigned in this context, other than by distributed optimizers. Every rank must enter it."""
+    """Combines what is assigned in this context, except by distributed optimizers. Every rank must enter it."""
     graph = tf_graphs.current()
     before: dict[int, tuple[Any, Any]] = {}
 

@@ -97,7 +97,7 @@ class RankModel(DistributedModel):
             self._seen()  # what a call that failed has left
             if call.name in ("evaluate", "predict", "predict_on_batch"):
                 self._synchronize(f"model.{call.name}")
-            if call.name == "fit":  # before its data: an error shall name the call that the script has made
+            if call.name == "fit":  # before reading data: errors must name the script's call
                 self._backend.all_gather_object("model.fit (start)")
             if call.name == "predict":
                 # For the watchdog, `predict` is one call: reading its data has collectives between the steps.

@@ -1,7 +1,7 @@
 """The options of `kd.distribute`, and what `tune=True` chooses by the times of the first steps.
 
-XLA makes some steps faster and others slower. Returning to Python after each step can take longer than the step, so
-several steps are put into one execution.
+XLA makes some steps faster and others slower. Returning to Python after each step can take longer than the step itself,
+so several steps are put into one execution.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _writes_or_stops(callback: Any) -> bool:
 
 PYTHONS_SHARE = 0.02  # of the time of a step, at most
 ALONE, TOGETHER = 20, 5  # how many executions of one step and of several are timed, beside the first, which traces
-WORTH = 10  # a way is tried if the steps that are left take so many times as long as the first one, which is traced
+WORTH = 10  # a way is tried if the remaining steps take this many times as long as the first one, which is traced
 GAIN = 0.03  # by which a way must be faster than the step as it is
 TRIED = 16  # steps in one execution, to see what Python takes
 SLOW = 0.1  # seconds of a step beside which Python does not count

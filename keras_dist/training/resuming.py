@@ -41,7 +41,7 @@ _complete: set[Path] = set()  # the folders of the calls of `fit` that have ende
 
 
 class Due:
-    """When to commit: after the same batch on all ranks.
+    """Decides when to commit: after the same batch on all ranks.
 
     The chief's clock decides. The ranks don't ask it after each batch, but when it expects that it is time.
     """
@@ -125,7 +125,7 @@ class TrainingData:
         }
 
     def restore(self, place: dict[str, Any], batch: int, steps_per_execution: int) -> None:
-        """Continues at a place, after so many batches of the epoch. Called when the epoch begins."""
+        """Continues at a place, after this many batches of the epoch. Called when the epoch begins."""
         # Python code that makes the data draws again what it has drawn since its iteration began.
         begins_again = batch > 0 or place["batches"] > 0
         is_by_python = begins_again and tf_data.is_made_by_python(self.dataset)
@@ -159,7 +159,7 @@ class TrainingData:
         if self._distribute is not None and not tf_data.is_made_by_python(self.dataset):
             rest = iter(self._distribute(pipeline.after(self.dataset, batches)))
         else:
-            # Python code that makes the data has to draw its numbers again, also if nothing of them is left.
+            # Python code that makes the data must draw its numbers again, even if no data are left.
             if place["draws_nothing"]:
                 reading.skip(batches)
             rest = iter(reading.dataset)

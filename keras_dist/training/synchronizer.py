@@ -204,7 +204,7 @@ def as_list(callbacks: Any) -> list[Any]:
 
 
 def on_chief(callback: Any) -> Any:
-    """Returns a callback that is active on the chief only, if the given one writes files; else the same."""
+    """Returns the callback itself, or, if it writes files, one that is active on the chief only."""
     checkpoint.make_atomic(inner_of(callback))
     return ChiefOnly(callback) if is_writer(callback) else callback
 

@@ -1,9 +1,8 @@
-"""A step that is run to look at what it computes: everything that it assigns is undone, and numbers are compared.
+"""Trial steps: what a step assigns is undone, and the numbers that it computes are compared.
 
-The check that is on by default: where a step runs code that is not Keras's, it is compared with one process. The first
-step of `fit` and of `evaluate` keeps the first rows of its batch, a few of each replica. After it, the step is tried
-out on them without a graph, on shares and in one place (`verification.py`). So nothing is traced for it, and no whole
-batch is gathered.
+By default a step that runs code other than Keras's is compared with one process. The first step of `fit` and of
+`evaluate` keeps the first rows of its batch, a few of each replica. After it, a trial step runs on these rows eagerly,
+on shares and in one place (`verification.py`). So nothing is traced for it, and no whole batch is gathered.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from keras_dist.state import snapshot
 from keras_dist.step.optimizer import build_at_once, parts_of, variables_of
 from keras_dist.step.step import check_shapes
 
-# Differences below this part of the group's largest value are rounding: values that cancel each other out.
+# Differences below this part of the group's largest value are rounding, where values cancel each other out.
 _FLOOR = 0.1
 _FACTOR = 0.2  # of the error may be left when a factor explains it
 _AMPLIFIED = 10  # rounding errors of a step, in terms of those that come from rounding its weights and gradients once
@@ -57,18 +56,18 @@ class Quantity(NamedTuple):
     """Something that a step computes."""
 
     name: str  # for messages, such as `"the gradient of 'dense/kernel'"`
-    group: str  # what it is compared with in size: the gradients of one update, the state of one metric
+    group: str  # quantities whose sizes it is judged by: the gradients of one update, the state of one metric
     value: Any  # tensor
 
 
 class Difference(NamedTuple):
-    """How far a quantity is off."""
+    """The error of a quantity."""
 
     name: str
     group: str
     error: float  # the largest difference of a number
     size: float  # the largest number in one process
-    factor: float  # if the quantity is about the one of one process times a factor: the factor, else NaN
+    factor: float  # if the quantity is about that of one process times a factor: this factor, otherwise NaN
     is_wrong: bool  # the difference is more than rounding
     relative: float  # the error in terms of the sizes by which it is judged
 
@@ -93,7 +92,7 @@ def _row(expected: Any, actual: Any) -> Any:
     dtype = expected.dtype if expected.dtype == actual.dtype == tf.float32 else tf.float64
     flat = [tf.reshape(tf.cast(value, dtype), [-1]) for value in (expected, actual)]
     infinite = tf.constant([np.inf, 0, np.nan, np.inf], tf.float64)
-    tolerated = tf.constant(epsilon(expected.dtype) ** 0.5, tf.float64)  # so much is never wrong
+    tolerated = tf.constant(epsilon(expected.dtype) ** 0.5, tf.float64)  # never taken for wrong
     return tf.cond(have_same_shape, lambda: _compared(dtype)(*flat, tolerated), lambda: infinite)
 
 
@@ -129,13 +128,13 @@ def differences_in(
 ) -> list[Difference]:
     """Returns how far each quantity is off.
 
-    `table`, see `table_of`, has a row for each quantity. So has `disturbed`, of a step whose weights were rounded once
-    more, if it was computed. `precision` is the relative size of rounding errors that is taken for none.
+    `table`, see `table_of`, has a row for each quantity. So has `disturbed`, if a step with weights that were rounded
+    once more was computed. Relative errors up to `precision` are rounding.
     """
     sizes = dict[str, float]()
     for quantity, row in zip(quantities, table, strict=True):
         sizes[quantity.group] = max(sizes.get(quantity.group, 0.0), row[1])
-    # By what to measure the error of each quantity: its size, and a part of the largest in its group.
+    # What each error is measured by: the size of its quantity, and a part of the largest in the group.
     scales = [row[1] + _FLOOR * sizes[quantity.group] for quantity, row in zip(quantities, table, strict=True)]
     amplified = dict[str, float]()  # rounding errors of each group
     if disturbed is not None:
@@ -189,7 +188,7 @@ class Trial:
 
     @contextlib.contextmanager
     def beginning_with(self, held: Any) -> Iterator[None]:
-        """Runs eager functions from other attributes in this context, unless that is `None`: what one has `left`."""
+        """In this context eager functions begin with what another one has `left` in the attributes, if not `None`."""
         self.attributes.set(held or self._held)
         try:
             yield
@@ -197,7 +196,7 @@ class Trial:
             self.attributes.set(self._held)
 
     def applied(self) -> list[Any]:
-        """Returns a list for `Step.applied`. What is about to be updated is noted."""
+        """Returns a list for `Step.applied`, which also notes what is about to be updated."""
         return _Applied(self)
 
     def note(self, variable: Any) -> None:
@@ -355,8 +354,8 @@ def _is_own(part: Any) -> bool:
 class FirstRows:
     """Keeps the first rows of a batch, and the graph of the step.
 
-    They are kept twice: in the first step, and in the middle of the second epoch. What does not count in the first step
-    may count there: entries that are masked, a term of the loss with a weight that a callback raises.
+    It keeps them twice: in the first step, and in the middle of the second epoch, where things may count that did not
+    count before: entries that were masked, a term of the loss whose weight a callback raises.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -364,7 +363,7 @@ class FirstRows:
         self.is_due = True  # the next step that runs keeps rows
         self.is_last = False
         self._steps = 0  # of this epoch
-        self._waits = -1  # so many steps for the second time, if that is in this epoch
+        self._waits = -1  # steps until the second time, if that is in this epoch
         self._specs: Any = None
         self._kept: list[Any] = []  # variables, one for each tensor of the rows
         self.graph: Any = None  # `None` of a step that runs eagerly
@@ -412,7 +411,7 @@ class FirstRows:
             self.graph = tf_graphs.outermost(tf.compat.v1.get_default_graph())
 
     def batch(self) -> Any:
-        """Returns the rows of all replicas, `None` if there are none that belong together. Every rank must call it."""
+        """Returns the rows of all replicas, `None` if they don't belong together. Every rank must call it."""
         count = max(int(self._count), 0)
         shapes = [tuple(variable.value().shape[1:]) for variable in self._kept]
         of_all = self._backend.all_gather_object("the check of the first rows", (count, repr(shapes)))
@@ -424,7 +423,7 @@ class FirstRows:
         return batch_of_all_ranks(self._backend, Share(data, tf.constant(count), *[tf.constant(0)] * 2))
 
     def trial(self, model: keras.Model, optimizers: Sequence[Any], counters: Sequence[tf.Variable]) -> Trial:
-        """Returns what undoes the steps of a model that are tried out, also what they do to `counters`."""
+        """Returns the `Trial` of a model's steps, which also undoes what they do to `counters`."""
         parts = [*keras_model.flatten_layers(model), *dict.fromkeys(keras_model.flat_metrics(model))]
         attributes = keras_model.Attributes(parts)
         if self.graph is None:

@@ -1,9 +1,9 @@
 """`kd.distribute(verify=True)`: the first steps are also computed on the whole batch in one place, and compared.
 
-A step is tried out twice from the same state: on the shares, and as plain Keras on the whole batch. What both assign is
+Two trial steps run from the same state: one on the shares, one as plain Keras on the whole batch. What they assign is
 undone, then the step itself runs. So verification changes no number. On the shares, BatchNormalization is synchronized
-and random layers draw for the whole batch (`exact=True`): what then differs is not meant to, and the likely cause is
-read from the graph.
+and random layers draw for the whole batch (`exact=True`). If something still differs, it should not, and the likely
+cause is read from the graph.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _CLIPPING = "clip_by_global_norm|clip_by_norm|global_norm"
 
 
 class Suspects(NamedTuple):
-    """Operations that the script itself calls in a step: pairs of type and line."""
+    """Operations that the script itself calls in a step, as pairs of type and line."""
 
     random: Sequence[tuple[str, str]] = ()
     clipping: Sequence[tuple[str, str]] = ()  # by a norm
@@ -118,7 +118,7 @@ def likely_cause(wrong: Sequence[Difference], backend: Backend, suspects: Suspec
 
 
 def tell_inexact(model: keras.Model, backend: Backend, exact: bool | None) -> None:
-    """Names the layers whose numbers are by intention not those of one process, once for the same names."""
+    """Names, once, the layers whose numbers intentionally differ from those of one process."""
     is_shared = backend.num_replicas > 1 and backend.not_of_one_process is None and backend.topology.is_chief
     if exact is None and is_shared and (layers := keras_layers.inexact_layers(model)):
         unique = list(dict.fromkeys(repr(layer.name) for layer in layers))
@@ -151,9 +151,9 @@ def value_of(variable: Any) -> Any:
 
 
 def common(expected: Sequence[Quantity], actual: Sequence[Quantity]) -> tuple[list[Quantity], list[Quantity]]:
-    """Returns the quantities of two steps without those that need not be in both.
+    """Returns the quantities of two steps without those that may be in one of them only.
 
-    Not all variables that replicas assign in a loop can be seen, and TPU cores reduce dense gradients.
+    Not every variable that replicas assign in a loop can be seen, and TPU cores reduce dense gradients.
     """
     names = {quantity.name for quantity in expected} & {quantity.name for quantity in actual}
     compared = [
@@ -167,13 +167,13 @@ CALLS = {"train": "fit", "test": "evaluate", "predict": "predict"}  # which run 
 _Context = contextlib.AbstractContextManager[None]
 _Function = Callable[..., Any]
 _Quantities = Sequence[Quantity]
-_ROUNDINGS = 3  # how often it is measured what rounding changes
+_ROUNDINGS = 3  # how often the effect of rounding is measured
 _OF_ROUNDING = 0.05  # the part of a number that rounding may change, and random numbers would not
 STEPS = 2  # of each kind that are verified, beside the first smaller batch
 
 
 class Verified:
-    """What can be verified: the steps of a model, or of a custom loop."""
+    """Something that can be verified: the steps of a model, or of a custom loop."""
 
     exact = False  # see `kd.distribute`
     _applied: list[Any] | None = None  # while a step is tried out: see `Step.applied`
@@ -201,7 +201,7 @@ class Verified:
         raise NotImplementedError
 
     def state_of_all(self, variable: Any) -> Any:
-        """Returns what a metric's variable has counted on all ranks. If it is a sum, it began at 0."""
+        """Returns a metric's variable over all ranks. If it is a sum, it began at 0."""
         return value_of(variable)
 
 
@@ -234,7 +234,7 @@ class Verification:
         `function` takes a batch, as `Verified` does; `total` is the number of its examples, int32; `step` runs the step
         itself, and returns its outputs.
         """
-        # One after the other, though nothing else tells TensorFlow to: the collectives of steps have the same names.
+        # In this order, which nothing else enforces: the collectives of both steps have the same names.
         with tf.control_dependencies(_in_this_graph(self._outputs)):
             looked = self.look(function, batch, total)
         with tf.control_dependencies([looked]):
@@ -243,7 +243,7 @@ class Verification:
         return outputs
 
     def look(self, function: _Function, batch: Any, total: Any) -> Any:
-        """Verifies a step if it is one of the first. Returns a tensor, on which the step itself must wait."""
+        """Verifies a step if it is one of the first. Returns a tensor for which the step itself must wait."""
         begun, is_smaller = tf.identity(self._begun), total < self._size
         is_due = (begun < STEPS) | (is_smaller & ~self._has_smaller)
         with tf.control_dependencies([is_due]):
@@ -261,7 +261,7 @@ class Verification:
         with tf.control_dependencies(_in_this_graph(tf.nest.flatten(whole, True))):
             actual = self._on_shares(trial, function, batch)
         wanted, tables = self._tables(self._in_one_place(trial, function, whole), actual)
-        # TensorFlow never forgets what its graphs call, so that holds neither the model nor tensors.
+        # TensorFlow never forgets the functions that its graphs call, so this one holds neither the model nor tensors.
         wanted = [quantity._replace(value=tf.TensorSpec(None, quantity.value.dtype)) for quantity in wanted]
         suspects, this = self._suspects, weakref.ref(self)
 
@@ -309,7 +309,7 @@ class Verification:
             actual = self._on_shares(trial, function, batch)
         wanted, tables = self._tables(expected, actual)
         tables, left_on_shares = tables.numpy(), trial.left
-        # What is changed in Python shows in the next step, unless the ranks differ already.
+        # A change in Python shows in the next step, unless the ranks differ already.
         changed = trial.attributes.different(left, left_on_shares) if graph is None else []
         try:
             judge(wanted, tables, Suspects())
@@ -333,9 +333,9 @@ class Verification:
     def _is_rounding(
         self, expected: _Quantities, in_one_place: Callable[..., _Quantities | None], judge: Callable[[Any], None]
     ) -> bool:
-        """True if nothing differs by more than rounding makes differ, False if that can't be told. Else `judge` raises.
+        """True if rounding explains all differences, False if that can't be told. Otherwise `judge` raises.
 
-        Rounding may change little once, by chance: so it is measured up to three times.
+        Rounding may by chance change little once, so its effect is measured up to three times.
         """
         rounded: list[np.ndarray] = []
         for number in range(_ROUNDINGS):
@@ -345,7 +345,7 @@ class Verification:
             # Of all ranks, so that they judge alike.
             rounded += self._gathered(table_of(plain, other).numpy())
             largest = np.max(rounded, 0)
-            # Random numbers make more differ than rounding does.
+            # Random numbers change more than rounding does.
             changes = [found.relative for found in differences_in(plain, largest, 0.0)]
             if number == 0 and max(changes, default=0.0) > _OF_ROUNDING:
                 if (again := in_one_place()) is None:
@@ -377,7 +377,7 @@ class Verification:
     def _in_one_place(
         self, trial: Trial, function: _Function, whole: Any, context: _Context | None = None
     ) -> list[Quantity]:
-        """Tries a step out on the whole batch, and returns what it computes. Notes what in it may be a cause."""
+        """Runs a trial step on the whole batch, and returns what it computes. Notes likely causes of differences."""
 
         def step(applied: list[Any], assigned: dict[int, Any]) -> list[Quantity]:
             found_optimizers = keras_model.found_optimizers(self._verified.prepare_found)
@@ -399,7 +399,7 @@ class Verification:
             assigned: dict[int, Any] = {}
             for variable, value in self._begins_with:
                 variable.assign(value)
-            # What a step adds to a sum is also seen if that is large already, or infinite.
+            # So what a step adds to a sum shows even where the sum is already large, or infinite.
             for metric in [] if self._model is None else keras_model.flat_metrics(self._model):
                 for variable in metric.variables:
                     if variable.aggregation == "sum":
@@ -484,7 +484,8 @@ class Verification:
             more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             step = which or f"step {self.steps}"
             self.error = MismatchError(
-                f"verify: {step} of {self._name} computes something else than one process would.",
+                f"verify: {step} of {self._name} does not compute what one process would.",
+
                 f"a batch of {total} examples on {self._backend.num_replicas} replicas: {shown}{more}",
                 likely_cause(wrong, self._backend, suspects, differs_by_rank) + self._remedy,
             )
@@ -520,7 +521,7 @@ def _in_this_graph(outputs: Sequence[Any]) -> list[Any]:
 
 @contextlib.contextmanager
 def _rounded_again(model: keras.Model, seed: int) -> Iterator[None]:
-    """In this context a step computes with weights, and optimizers with gradients, that rounding has changed."""
+    """In this context weights and the gradients that optimizers get are changed as by rounding."""
     generator = np.random.default_rng(seed)
 
     def clip(plain: Callable[..., Any], gradients: Sequence[Any]) -> Any:

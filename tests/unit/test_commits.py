@@ -312,7 +312,7 @@ def test_a_step_before_a_good_commit_is_refused(commits: Commits) -> None:
     assert str(caught.value) == (
         "The folder has a commit of a later step, which a restart would take instead.\n"
         f"Received: step 15, and {commits.directory}/commit-000000000020\n"
-        "Remedy: Go on from that commit, or pass an empty folder, or remove the later commits."
+        "Remedy: Resume from that commit, or pass an empty folder, or remove the later commits."
     )
     assert names(commits.directory) == ["commit-000000000010", "commit-000000000020"]
 
