@@ -18,7 +18,7 @@ import tensorflow as tf
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_layers, keras_losses, keras_model, keras_random, tf_graphs
 from keras_dist.data.shares import row_count, static_length
-from keras_dist.errors import ConfigurationError, NotSupportedError
+from keras_dist.errors import ConfigurationError
 from keras_dist.logging import logger
 from keras_dist.step import step as step_module
 from keras_dist.step.optimizer import step_of
@@ -182,12 +182,8 @@ def _rows(step: Step | None, length: Any) -> _Rows | None:
         if static == own:
             return _Rows(step.place.total, step.place.start, own)
         parts = tf_graphs.concatenated(int(static), own)
-        if parts > 1 and step.rows is not None:
-            raise NotSupportedError(
-                "A TPU can't draw for batches that a step concatenates if cores have different numbers of examples.",
-                f"a tensor of {static} rows with exact=True",
-                "Use batches of a multiple of the number of cores: dataset.batch(n, drop_remainder=True).",
-            )
+        if parts > 1:
+            step.check_concatenated(static)
         rows = _Rows(parts * step.place.total, parts * step.place.start, int(static), parts)
         return rows if static == parts * own else None
     rows = row_count(step.data)

@@ -50,13 +50,9 @@ def rescale(
     used = (weights, mask) if reduction == "mean_with_sample_weight" else (mask,)
     parts = [tf.cast(part, step.dtype) for part in used if part is not None]
     if not parts:
-        return loss if step.rows is None else loss * _ratio(tf.size(step.rows), step.count, loss.dtype)
+        return step.mean_over_examples(loss)
     summands = parts[0] if len(parts) == 1 else _same_rank(parts[0], parts[1]) * parts[1]
-    denominator = tf.reduce_sum(summands)
-    if step.rows is None:  # the single row of an empty share does not count
-        counted = denominator = tf.where(step.count > 0, denominator, tf.zeros_like(denominator))
-    else:
-        counted = tf.reduce_sum(summands * _same_rank(tf.cast(step.rows, step.dtype), summands))
+    denominator, counted = step.denominators(summands)
     total = tf.stop_gradient(sum_over_replicas(counted, step.next_name("denominator")))
     factor = tf.math.divide_no_nan(denominator, total) * _ratio(step.total, step.count, step.dtype)
     return loss * tf.cast(tf.stop_gradient(factor), loss.dtype)

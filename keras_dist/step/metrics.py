@@ -238,7 +238,7 @@ class Logs:
         if not isinstance(logs, dict):
             return logs
         if self.is_frozen:
-            return {name: _tensor(value) for name, value in flat(logs).items()}
+            return {name: tensor_of(value) for name, value in flat(logs).items()}
         are_metrics = set(logs) == set(self._model.get_metrics_result())
         logs = flat(logs)
         if are_metrics:  # then Keras shows the metrics, whatever the logs are
@@ -255,11 +255,11 @@ class Logs:
                 "batch, by the number of examples.",
                 ", ".join(f"logs[{name!r}]" for name in new), kind, "is" if len(new) == 1 else "are",
             )  # fmt: skip
-        return {name: _tensor(value) for name, value in logs.items()}
+        return {name: tensor_of(value) for name, value in logs.items()}
 
     def _source(self, value: Any) -> Callable[[], Any] | None:
         if isinstance(value, keras.Variable):  # such as a learning rate
-            return lambda: _tensor(value)
+            return lambda: tensor_of(value)
         for result, source in self._results:
             if value is result:
                 return source
@@ -295,8 +295,10 @@ def flat(logs: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _tensor(value: Any) -> Any:
-    return tf.convert_to_tensor(value.value) if isinstance(value, keras.Variable) else value
+def tensor_of(value: Any) -> Any:
+    """Returns a variable's value; anything else as it is. NumPy can't read a variable of several cores."""
+    value = value.value if isinstance(value, keras.Variable) else value
+    return tf.convert_to_tensor(value) if isinstance(value, tf.Variable | tf.distribute.DistributedValues) else value
 
 
 def as_number(log: Any) -> Any:

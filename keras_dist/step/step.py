@@ -81,10 +81,7 @@ class Step:
     fingerprint: Any  # float32 scalar, the hash of the global batch
     stopwatch: Stopwatch | None = None  # measures how long this rank waits in the step, if a callback asks for it
     reductions: int = 0  # so far in this step, for their names
-    rows: Any = None  # float vector: 1 for each real row of the share, 0 for a filler row (TPU); `None`: all are real
-    dtype: Any = tf.float64  # of weights and denominators
     replica: Any = 0  # index of the rank or replica, an int or an integer scalar
-    shares: Any = None  # how many meet in a reduction, an integer scalar; `None` if that is the number of replicas
     data: Any = None  # the share
     place: RowRange | None = None  # `None` unless random numbers are drawn for the whole batch
     whole: dict[int, Any] = dataclasses.field(default_factory=dict)  # variables assigned what the whole batch gives
@@ -101,6 +98,16 @@ class Step:
     @classmethod
     def of(cls, share: Share, replica: int, stopwatch: Stopwatch | None = None) -> Step:
         return cls(share.count, share.total, share.fingerprint, stopwatch, replica=replica, data=share.data)
+
+    @property
+    def dtype(self) -> tf.DType:
+        """The type of weights and denominators."""
+        return tf.float64
+
+    @property
+    def shares(self) -> Any:
+        """How many shares meet in a reduction, an integer scalar; `None` if that is the number of replicas."""
+        return None
 
     @property
     def position(self) -> Any:
@@ -121,6 +128,22 @@ class Step:
     def rows_of_share(self) -> Any:
         """The number of rows of this share, an int32 scalar: fillers count too."""
         return self.count if self.data is None else row_count(self.data)
+
+    def mean_over_examples(self, loss: Any) -> Any:
+        """Returns the mean of a loss over the examples of this share, from the mean over its rows."""
+        return loss
+
+    def denominators(self, summands: Any) -> tuple[Any, Any]:
+        """Returns the sum of a weight over all entries of this share, and over those of examples only.
+
+        The single row of an empty share counts in neither.
+        """
+        total = tf.reduce_sum(summands)
+        total = tf.where(self.count > 0, total, tf.zeros_like(total))
+        return total, total
+
+    def check_concatenated(self, rows: Any) -> None:
+        """Raises `NotSupportedError` if no numbers can be drawn for shares that the step has concatenated."""
 
     def weigh(self, gradients: Sequence[Any], is_loss_weighted: bool = False) -> list[Any]:
         """Weights means over this share, so that the sum over the shares is the mean over the global batch.

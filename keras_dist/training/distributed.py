@@ -29,7 +29,7 @@ from keras_dist.state.checkpoint import write_model, write_on_chief
 from keras_dist.state.weights import Loss
 from keras_dist.step import losses
 from keras_dist.step import step as step_module
-from keras_dist.step.metrics import Logs, as_number, flat
+from keras_dist.step.metrics import Logs, as_number, flat, tensor_of
 from keras_dist.step.optimizer import build_at_once, optimizers_of, parts_of, variables_of
 from keras_dist.step.step import Stopwatch, explain_check
 from keras_dist.step.whole_batch import compiled_layers, explain_compilation
@@ -540,7 +540,7 @@ class DistributedModel(Verified):
     def _metrics_result(self, call: Call) -> Any:
         self._collect_logs(call)
         call.change("logs", functools.partial(self.logs.exact, self._kind))
-        result = call()
+        result = keras.tree.map_structure(tensor_of, call())
         if (rows := self.first_rows.get(self._kind)) is not None:
             rows.end_epoch()
         self._end_verification(self._kind)

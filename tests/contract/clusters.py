@@ -107,7 +107,7 @@ REFUSED: dict[str, dict[str, str]] = {
              "fit-steps-per-execution-eagerly", "loss-add-loss-eagerly", "verify-run-eagerly"),
             "A TPU runs whole steps, which must be traced.",
         ),
-        **dict.fromkeys(("exact-mixing", "loop-shard-function"), _NOT_FILLED),
+        **dict.fromkeys(("data-function", "exact-mixing", "loop-shard-function"), _NOT_FILLED),
     },
     "tpu-3": {
         **_SEVERAL_CORES,

@@ -246,7 +246,7 @@ class Functions:
         """
         count, total, replica, index, shares, start = tf.unstack(position)
         step = ShareStep(
-            count, total, tf.constant(0.0), replica=replica, shares=shares if known.gathered else 1, data=data,
+            count, total, tf.constant(0.0), replica=replica, number=shares if known.gathered else 1, data=data,
             index=index, gathered=known.gathered,
         )  # fmt: skip
         if self.is_exact:

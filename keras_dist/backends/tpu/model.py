@@ -256,8 +256,9 @@ class TPUModel(DistributedModel):
             before = [(variable, tf.identity(variable.value)) for variable in statistics]
             data = share.batch
             x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
-            if weights is not None and current.rows is not None:  # the user's weights are 0 for filler rows
-                data = x, y, tf.nest.map_structure(lambda weight: weight * like(current.rows, weight), weights)
+            if weights is not None and isinstance(current, step.FilledStep):
+                rows = current.rows  # the user's weights are 0 for filler rows
+                data = x, y, tf.nest.map_structure(lambda weight: weight * like(rows, weight), weights)
             outputs = self.logs.note(kind, function(data))
             if self._replicas > 1 and isinstance(outputs, dict):
                 # Of the numbers that only a custom step knows, the mean over the global batch.
@@ -272,7 +273,7 @@ class TPUModel(DistributedModel):
                 variable.assign(old + backend.all_reduce_exact(change, current.next_name("changes")))
         counting = [f"the layer {name!r} adds a loss" for name in keras_strategy.layers_with_losses(self._model)]
         counting += [f"the variable {v.path!r} is a sum" for v in current.own.values() if v.aggregation == "sum"]
-        if current.rows is not None and counting:
+        if isinstance(current, step.FilledStep) and counting:
             raise step.not_filled(counting[0])
         return outputs, current.applied
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterator
@@ -199,6 +200,12 @@ def _current() -> Step:
     return step
 
 
+def _current_rows() -> Any:
+    step = step_module.current()
+    assert isinstance(step, FilledStep)
+    return step.rows
+
+
 @contextlib.contextmanager
 def counting(
     backend: Backend, model: keras.Model, prepare_optimizer: Callable[[Any], None], is_filled: bool, exact: bool
@@ -212,7 +219,7 @@ def counting(
     ):
         if is_filled:
             sums = functools.partial(sum_statistics, backend.all_reduce_exact)
-            stack.enter_context(keras_strategy.moments_of_rows(model, lambda: _current().rows, sums, exact))
+            stack.enter_context(keras_strategy.moments_of_rows(model, _current_rows, sums, exact))
             metrics = keras_model.compiled_metrics(model)
             for metric in metrics:
                 update = functools.partial(_update_by_rows, metric, metric.update_state)
@@ -235,24 +242,51 @@ def with_gradients(applied: list[Any], of_cores: list[Any], strategy: tf.distrib
     ]
 
 
-def step_on(element: Even | Filled, replicas: int) -> Step:
+class TPUStep(Step):
+    """A step on a share without filler rows."""
+
+    @property
+    def dtype(self) -> tf.DType:
+        return tf.float64 if keras.config.floatx() == "float64" else tf.float32  # a TPU computes float64 in software
+
+
+@dataclasses.dataclass
+class FilledStep(TPUStep):
+    """A step on a share that may have filler rows."""
+
+    rows: Any = None  # float vector: 1 for each real row, 0 for a filler row
+
+    def mean_over_examples(self, loss: Any) -> Any:
+        return loss * tf.math.divide_no_nan(tf.cast(tf.size(self.rows), loss.dtype), tf.cast(self.count, loss.dtype))
+
+    def denominators(self, summands: Any) -> tuple[Any, Any]:
+        return tf.reduce_sum(summands), tf.reduce_sum(summands * like(self.rows, summands))
+
+    def check_concatenated(self, rows: Any) -> None:
+        raise NotSupportedError(
+            "A TPU can't draw for batches that a step concatenates if cores have different numbers of examples.",
+            f"a tensor of {rows} rows with exact=True",
+            "Use batches of a multiple of the number of cores: dataset.batch(n, drop_remainder=True).",
+        )
+
+
+def step_on(element: Even | Filled, replicas: int) -> TPUStep:
     """Returns the step on a share, in the context of its replica."""
-    data, replica = element.batch, current_replica()
+    data, replica, none = element.batch, current_replica(), tf.constant(0.0)
     length = static_length(data) or 0
-    rows = element.rows if isinstance(element, Filled) else None
-    count = tf.constant(length) if rows is None else tf.cast(tf.reduce_sum(rows), tf.int32)
     total = element.totals[0] if isinstance(element, Filled) else tf.constant(length * replicas)
-    # Of weights: a TPU computes float64 in software.
-    dtype = tf.float64 if keras.config.floatx() == "float64" else tf.float32
     # What is drawn for a row does not depend on how many rows follow.
     place = RowRange(share_bounds(total, replica, replicas)[0], replicas * length)
-    return Step(count, total, tf.constant(0.0), rows=rows, dtype=dtype, replica=replica, data=data, place=place)
+    if isinstance(element, Even):
+        return TPUStep(tf.constant(length), total, none, replica=replica, data=data, place=place)
+    count = tf.cast(tf.reduce_sum(element.rows), tf.int32)
+    return FilledStep(count, total, none, replica=replica, data=data, place=place, rows=element.rows)
 
 
 def _without_filler_rows(values: Any) -> Any:
     """Returns the losses of single entries, 0 in filler rows."""
     step, values = step_module.current(), tf.convert_to_tensor(values)
-    if step is None or step.rows is None:
+    if not isinstance(step, FilledStep):
         return values
     if values.shape.rank == 0 or values.shape[0] != step.rows.shape[0]:
         raise not_filled(f"a loss of shape {values.shape} has no row for each of {step.rows.shape[0]} examples")
@@ -267,7 +301,7 @@ def _check_rows(metric: Any, values: Any) -> None:
 def _update_by_rows(
     metric: Any, update_state: Callable[..., Any], y_true: Any, y_pred: Any, sample_weight: Any = None
 ) -> Any:
-    rows, is_r2 = _current().rows, isinstance(metric, keras.metrics.R2Score)
+    rows, is_r2 = _current_rows(), isinstance(metric, keras.metrics.R2Score)
     if sample_weight is None:  # the user's weights are 0 for filler rows already
         mask = keras_model.mask_of(y_pred)
         sample_weight = rows if mask is None else like(rows, mask) * tf.ones_like(mask, tf.float32)
@@ -283,8 +317,7 @@ def _update_by_rows(
 
 
 def refuse_filler_rows(received: str) -> None:
-    step = step_module.current()
-    if step is not None and step.rows is not None:
+    if isinstance(step_module.current(), FilledStep):
         raise not_filled(received)
 
 
