@@ -72,7 +72,7 @@ def write_at_step(callback: Any) -> None:
 
 
 def set_last_logs(model: keras.Model, last: dict[str, Any]) -> None:
-    """Sets what Keras takes for the logs of the last batch, if an epoch that is resumed has no batch left."""
+    """Sets the logs that Keras takes for those of the last batch, where a resumed epoch has no batch left."""
     plain, until_called = getattr(model, METRICS_RESULT), contextlib.ExitStack()
 
     def result(logs: Any) -> Any:
@@ -94,7 +94,7 @@ def flush_files(callback: Any) -> None:
 
 
 class Reading:
-    """How far `fit` has read its data, and a way to begin there. `begins` is called before each iteration over them."""
+    """Tells how far `fit` has read its data, and can begin there. `begins` is called before each iteration."""
 
     def __init__(self, epoch_iterator: Any, begins: Callable[[], object]) -> None:
         self._epoch_iterator = epoch_iterator  # not used yet
@@ -114,7 +114,7 @@ class Reading:
         return self._plain()
 
     def wait(self) -> None:
-        """Waits until the steps have been done that have begun."""
+        """Waits until the steps that have begun are done."""
         self._epoch_iterator.tf_sync()
 
     @property
@@ -198,7 +198,7 @@ def enumerate_next_epoch(epoch_iterator: Any, regroup: Callable[[Any, Callable[[
 
 
 class _Skipping:
-    """Stands for a `PyDataset` of an adapter until some batches were asked for."""
+    """Stands in for an adapter's `PyDataset` until some batches were asked for."""
 
     def __init__(self, adapter: Any, batches: int) -> None:
         self._adapter, self._left, self._plain = adapter, batches, adapter.py_dataset

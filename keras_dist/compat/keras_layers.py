@@ -167,7 +167,7 @@ def padded_texts(longest: Callable[[Any], Any]) -> contextlib.AbstractContextMan
 
 
 class Outside(Exception):
-    """What a layer does cannot be a part of a pure function."""
+    """A layer has an effect that cannot be a part of a pure function."""
 
 
 def is_compiled(model: keras.Model) -> bool:
@@ -189,7 +189,7 @@ def current_value(variable: Any) -> Any:
 
 
 class PureScope(keras.StatelessScope):
-    """Keeps to itself what a layer assigns and which losses it adds. Layers without an effect of their own may do so.
+    """Holds back what a layer assigns and the losses that it adds, where the layer has no other effect.
 
     `variables` have `values` here. It raises `Outside` if something else is assigned than statistics, random states and
     metrics: a weight that is trained (SpectralNormalization), or the state of a layer of the script's own.

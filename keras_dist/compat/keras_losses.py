@@ -46,9 +46,9 @@ def rescaled_losses(
 def wrapped_losses(call: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
     """Calls `call(plain, values_of, loss, y_true, y_pred, sample_weight)` for every Keras loss, in this context.
 
-    `plain` is the `__call__` of the loss. That of `Loss` also takes the mask that a layer attached to `y_pred`, and
-    `values_of` is then the `call` of the loss, before the reduction. A class with a `__call__` of its own does
-    everything there, so `values_of` is that.
+    `plain` is the `__call__` of the loss. If it is the one of `Loss`, it also takes the mask that a layer attached to
+    `y_pred`, and `values_of` is the `call` of the loss, before the reduction. A class with its own `__call__` does
+    everything there, so `values_of` is the same.
     """
     base = keras.losses.Loss
 
@@ -191,7 +191,7 @@ def weighted_updates(
 def added_losses(weights_of: Callable[[Any], Any]) -> Iterator[None]:
     """Weighs the losses of single examples where they are added up, in this context.
 
-    That is in the gradient of a tensor that is no single number, with respect to variables, and in
+    They are added up in the gradient of a tensor of several numbers, with respect to variables, and in
     `tf.nn.compute_average_loss`. `weights_of` takes a tensor with a row for each example, and returns a scalar, or
     `None` to leave it as it is.
     """

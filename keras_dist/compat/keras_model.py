@@ -144,7 +144,7 @@ def is_built(model: keras.Model) -> bool:
 
 
 def why_batch_size_is_fixed(model: keras.Model) -> str | None:
-    """Returns why a model with a fixed batch size computes no other one, `None` if it does.
+    """Returns why a model with a fixed batch size can't compute other sizes, `None` if it can.
 
     Keras itself passes batches of other sizes to such a model. Only a few depend on the size, for example by a reshape.
     To find out, the graph is traced with one example more.
@@ -294,7 +294,7 @@ STEP_COUNTER = "_iterations"
 
 
 def update_without_gradients(optimizer: Any) -> None:
-    """Does that part of an update which needs no gradients: decays the weights and counts a step."""
+    """Does the part of an update that needs no gradients: decays the weights and counts a step."""
     if optimizer.gradient_accumulation_steps is None:
         optimizer._apply_weight_decay(optimizer._trainable_variables)
     getattr(optimizer, STEP_COUNTER).assign_add(1)
@@ -360,8 +360,8 @@ def before_updates(look: Callable[[Any, Sequence[Any]], object]) -> None:
 def found_optimizers(find: Callable[[Any], None]) -> contextlib.AbstractContextManager[None]:
     """Passes each optimizer that applies gradients to `find`, in this context.
 
-    Neither one whose `apply` is an attribute of the object, nor one that another optimizer calls. If `find` sets such
-    an attribute, it is called. Whatever holds an optimizer, its class has an `apply`.
+    Optimizers that another one calls, and those whose `apply` is an attribute of the object, are left out. If `find`
+    sets such an attribute, it is called. Whatever holds an optimizer, its class has an `apply`.
     """
 
     def finding(cls: type, plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -183,7 +183,7 @@ def draw_alike(seed: int | None) -> None:
 
 @contextlib.contextmanager
 def kept_draws() -> Iterator[None]:
-    """Lets eager operations draw the numbers after this context that they would have drawn without it."""
+    """After this context, eager operations draw the numbers that they would have drawn without it."""
     drawn = getattr(random_seed.get_seed, "__self__", None)
     generators = [getattr(context.context(), "_rng", None), getattr(drawn, "_of_eager", None)]
     before = [(generator, generator.getstate()) for generator in generators if generator is not None]
@@ -263,7 +263,7 @@ def drawn_alike() -> Iterator[None]:
 
 
 class _Drawn:
-    """What takes the place of two functions of TensorFlow."""
+    """Replaces two functions of TensorFlow."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

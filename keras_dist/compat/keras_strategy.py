@@ -56,7 +56,7 @@ def updates_outside_of_replicas() -> Iterator[None]:
 def weighted_averages(model: keras.Model, count: Callable[[], Any], part: Callable[[], Any]) -> Iterator[None]:
     """Makes the averages of losses count real rows only, in this context. Keras counts all rows.
 
-    If a step of the script's own counts its loss without a weight, that is for `keras_losses.weighted_scalars`. `count`
+    Losses that a step of the script's own counts without a weight are left to `keras_losses.weighted_scalars`. `count`
     returns the number of real rows, `part` the fraction of the batch in them: the parts of all shares sum to 1.
     """
     of_outputs = getattr(getattr(model, "_compile_loss", None), "metrics", ())

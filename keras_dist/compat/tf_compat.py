@@ -177,7 +177,7 @@ def _merge_call(context: tf.distribute.ReplicaContext, creators: list[Any], func
 
 @contextlib.contextmanager
 def strategy_hidden() -> Iterator[None]:
-    """What runs in this context sees no strategy, as in a script of one process."""
+    """In this context code sees no strategy, as in a script of one process."""
     distribute_lib._push_per_thread_mode(distribute_lib._get_default_replica_mode())
     try:
         yield
@@ -279,7 +279,8 @@ def functions_run_eagerly(eagerly: bool) -> Iterator[None]:
 
 
 def often_traced(function: Callable[..., Any], *, keeps_shapes: bool = False) -> Callable[..., Any]:
-    """Returns a function that is traced often, for each name or model that it is called with, without a warning.
+    """Returns a function that may be traced often, for each name or model, without a warning.
+
 
     Unless it `keeps_shapes`, one trace takes tensors of several shapes.
     """

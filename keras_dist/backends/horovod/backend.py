@@ -39,7 +39,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 _SEND_AS = {tf.bfloat16: tf.uint16, tf.uint32: tf.int32, tf.uint64: tf.int64}
 # The types of the adder. With bf16 the wire has bfloat16.
 _ADD_AS = {"sum_fp16": tf.float16, "sum_bf16": tf.float32}
-# A tensor is large if each of the messages of its ring has at least so many bytes. Copying it would take longer than
+# A tensor is large if each message of its ring has at least this many bytes. Copying it would take longer than
 # the latency that it saves: 25 MB take 18 ms by themselves and 26 ms through the buffer, on 2 ranks of one machine.
 _BYTES_OF_A_LARGE_MESSAGE = 2**19
 
@@ -151,7 +151,7 @@ class HorovodCollectives(Collectives):
 
 _DEFAULTS = {
     # Milliseconds between two checks for gradients to send. The gradients of a step wait for it: Horovod's own 1 ms is
-    # half a step of a small model. But each check takes time of a core, also where nothing is sent: .55 of one at
+    # half a step of a small model. But each check takes processor time, even if nothing is sent: .55 of one at
     # 0.1 ms, .24 at 0.5 ms, .13 at 1 ms. Steps were no shorter at 0.1 than at 0.5.
     "HOROVOD_CYCLE_TIME": "0.5",
     # Horovod's stall inspector warns about a rank that has waited for so long, then ends it. The watchdog finds ranks

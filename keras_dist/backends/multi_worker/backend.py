@@ -3,8 +3,8 @@
 `tf.distribute.MultiWorkerMirroredStrategy` uses the same operations. The strategy itself, which owns variables and
 data, is not used, because Keras 3 computes wrong results under it. Facts that shape this file (TensorFlow 2.21):
 
-- An operation finds those of the other ranks by a number, its instance key. Here the key is a hash of the name.
-- A key belongs to one shape forever. Therefore an unknown length is padded to one of few, and is part of the key.
+- An operation finds its counterparts on the other ranks by a number, its instance key, here a hash of its name.
+- A key belongs to one shape forever. Therefore an unknown length is padded to one of a few, which is part of the key.
 - Gathered tensors must have the same shape on all ranks. Therefore the ranks gather their lengths first.
 - Only 16 to 64 bit floats and signed integers can be sent. Other types are summed in a wider one, or sent as bits.
 """
@@ -126,7 +126,7 @@ class TensorFlowCollectives(Collectives):
         return self._sum(numbers if self._topology.is_chief else tf.zeros_like(numbers), name)
 
     def _reduce(self, flat: Any, key: Any, on_gpu: bool = False, timeout: float = 0.0) -> Any:
-        """Sums tensors of the same length. Only the first sum has a time limit: for each, TensorFlow keeps a thread."""
+        """Sums tensors of the same length. Only the first sum has a time limit: TensorFlow keeps a thread for each."""
         if self._size == 1:
             return flat
         return tf.raw_ops.CollectiveReduceV2(
@@ -159,7 +159,7 @@ def _key_of_length(key: int, length: Any) -> Any:
 
 
 def _padded_length(length: Any) -> Any:
-    """Rounds a length up, by at most a quarter, to one of few lengths, so that there are few keys."""
+    """Rounds a length up, by at most a quarter, so that there are few different keys."""
     length = tf.maximum(length, 4)
     magnitude = tf.cast(tf.math.ceil(tf.math.log(tf.cast(length, tf.float64)) / math.log(2.0) - 1e-9), tf.int32)
     quarter = tf.bitwise.left_shift(tf.ones_like(magnitude), tf.maximum(magnitude - 3, 0))

@@ -1,8 +1,8 @@
-"""Where the TPU is, and whether the installed libtpu fits. Imports no TensorFlow and connects to nothing.
+"""Finds the TPU, and checks that the installed libtpu fits. Imports no TensorFlow and connects to nothing.
 
-The TPU is where the script says, else where the environment says, else on this machine. With a libtpu that does not fit
-the installed tensorflow-tpu, importing TensorFlow kills the process, and no error can be caught. pip installs such a
-pair by default: tensorflow-tpu 2.20.0 requires any libtpu 0.0.x. Measured in 2026-11.
+The script's choice comes first, then the environment's, then this machine. With a libtpu that does not fit the
+installed tensorflow-tpu, importing TensorFlow kills the process, and no error can be caught. pip installs such a pair
+by default: tensorflow-tpu 2.20.0 requires any libtpu 0.0.x. Measured in 2026-11.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Steps on a TPU: of `fit`, of a custom loop, and what filler rows need. They leave no trace.
+"""Steps on a TPU, of `fit` and of a custom loop, and their filler rows, which change no number.
 
-A TPU needs shares of one shape, so smaller ones are filled up with rows that are no examples. No other backend has such
-rows: that the values of losses, BatchNormalization and metrics leave them out stands here. The rest is the shared
-`Step`, the loss rule and the optimizer. Keras's own division by the number of replicas is switched off.
+A TPU needs shares of one shape, so smaller ones are filled up with rows that are not examples. Only this backend has
+such rows, so this module keeps them out of losses, BatchNormalization and metrics. The rest is the shared `Step`, the
+loss rule and the optimizer. Keras's own division by the number of replicas is switched off.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Filled(NamedTuple):
 
 
 def checked(dataset: tf.data.Dataset, size: int, filled_for: int | None = None) -> tf.data.Dataset:
-    """Returns a dataset of `Even` batches of `size` examples, or of up to so many, `Filled` up for some replicas.
+    """Returns a dataset of `Even` batches of `size` examples; smaller ones are `Filled` up for some replicas.
 
     It raises at a batch of another size. The shares are those of other backends.
     """
@@ -90,7 +90,7 @@ def split(batch: Any, replicas: int) -> Even | Filled:
 
 
 def current_replica() -> Any:
-    """Returns the index of the replica that computes, `None` in an update, which is of all."""
+    """Returns the index of the replica that computes, `None` in an update of all replicas."""
     context = tf.distribute.get_replica_context()
     return None if context is None else context.replica_id_in_sync_group
 
@@ -139,7 +139,7 @@ def shares(dataset: tf.data.Dataset, replicas: int, pipeline: int, pipelines: in
 
 
 def batch_size_of(dataset: tf.data.Dataset) -> tuple[int | None, bool | None]:
-    """Returns the number of examples of a full batch, and if all batches are full; `None` if unknown."""
+    """Returns the number of examples of a full batch, and whether all batches are full; `None` if unknown."""
     # The dataset is not iterated over, since that would be another epoch.
     first = tf.nest.flatten(dataset.element_spec)[0]
     if first.shape.rank and first.shape[0] is not None:
