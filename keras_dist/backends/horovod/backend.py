@@ -151,7 +151,7 @@ class HorovodCollectives(Collectives):
 
 _DEFAULTS = {
     # Milliseconds between two checks for gradients to send. The gradients of a step wait for it: Horovod's own 1 ms is
-    # half a step of a small model. But each check takes processor time, even if nothing is sent: .55 of one at
+    # half a step of a small model. But each check takes processor time, even if nothing is sent: .55 of a core at
     # 0.1 ms, .24 at 0.5 ms, .13 at 1 ms. Steps were no shorter at 0.1 than at 0.5.
     "HOROVOD_CYCLE_TIME": "0.5",
     # Horovod's stall inspector warns about a rank that has waited for so long, then ends it. The watchdog finds ranks
