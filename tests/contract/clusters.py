@@ -22,7 +22,6 @@ def ranks_of(backend: str, size: int) -> int:
     return 1 if backend in IN_ONE_PROCESS else size // REPLICAS_OF_A_RANK.get((backend, size), 1)
 
 
-
 # For these the size is the number of replicas: devices of one process, or workers of one coordinator.
 IN_ONE_PROCESS = [
     name for name, entry in BACKENDS.items()

@@ -33,7 +33,6 @@ def built_with_mpi() -> bool:
     return any(b"\0libmpi" in library.read_bytes() for library in libraries)
 
 
-
 pytestmark = [
     pytest.mark.full,
     pytest.mark.timeout(180),

@@ -273,13 +273,3 @@ def test_what_is_broken_is_a_fact_too(monkeypatch: pytest.MonkeyPatch, tmp_path:
     }
     assert (facts["backend"], facts["horovod"]) == (error, error)
     assert "HOROVOD_RANK must be an integer. Received: HOROVOD_RANK='one'" in facts["launcher"]["error"]
-
-
-
-
-
-
-
-
-
-

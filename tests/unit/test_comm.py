@@ -222,19 +222,3 @@ def test_numbers_come_back_bit_for_bit(data: st.DataObject, dtypes: list[str]) -
     assert [(one.dtype, one.shape, one.tobytes()) for one in received] == [
         (one.dtype, one.shape, one.tobytes()) for one in sent
     ]
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-

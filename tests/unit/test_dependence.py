@@ -221,9 +221,3 @@ def test_a_number_that_is_no_mean_is_named() -> None:
     """Its share cannot be gathered."""
     square = lambda metric, loss: metric.total.assign_add(loss**2)  # noqa: E731
     assert "variable 'counting/total'" in str(kinds(Counting(square), tf.TensorSpec([])))
-
-
-
-
-
-
