@@ -253,24 +253,6 @@ def test_a_command_that_is_stopped_keeps_what_it_has(
     assert is_gone(Report(**{key: value for key, value in answer.items() if key != "ok"}))
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["nowhere.py", "--target", "v5e-8"], "The script was not found."),
-        (["train.py", "--target", "v5e-9"], "Unknown TPU."),
-        (["train.py", "--target", "v5e-8", "--batch", "0"], "--batch must be at least 1."),
-        (["train.py", "--target", "v5e-8", "--search-seconds", "-1"], "--search-seconds must be at least 0."),
-    ],
-)
-def test_invalid_options(
-    argv: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text("raise SystemExit('must not be started')\n")
-    assert cli.main(["dry-run", *argv]) == 2
-    assert words in capsys.readouterr().err
-
-
 def test_a_folder_that_can_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("KERAS_DIST_TPU_CHECK", str(tmp_path / "file" / "env"))

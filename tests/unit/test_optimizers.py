@@ -13,7 +13,6 @@ import pytest
 import tensorflow as tf
 
 from keras_dist.callbacks import LearningRateWarmup
-from keras_dist.errors import ConfigurationError
 from keras_dist.step import optimizer as step_optimizer
 from keras_dist.step.optimizer import _RATES, optimizers_of
 
@@ -39,12 +38,6 @@ def test_every_schedule_of_keras_is_known() -> None:
     found = [set(inspect.signature(each).parameters) for each in classes if each is not schedules.LearningRateSchedule]
     assert set.union(*found) == others | set(_RATES)
     assert all(names & set(_RATES) for names in found)
-
-
-@pytest.mark.parametrize("epochs", [0, -1])
-def test_a_warmup_must_have_a_length(epochs: int) -> None:
-    with pytest.raises(ConfigurationError, match=f"epochs={epochs}"):
-        LearningRateWarmup(epochs=epochs)
 
 
 def test_a_warmup_of_several_optimizers_and_another_target() -> None:
