@@ -225,28 +225,6 @@ def test_the_reference_is_up_to_date() -> None:
     assert (DOCS / "api.md").read_text() == make_api.page(), "run `make docs`"
 
 
-def test_the_docstrings_name_the_arguments_that_there_are(caplog: pytest.LogCaptureFixture) -> None:
-    make_api.page()
-    assert [record.getMessage() for record in caplog.records] == []
-
-
-def pictures() -> dict[Path, str]:
-    found = {}
-    for page in MANUAL:
-        text = page.read_text()
-        described = [(target, said) for said, target in re.findall(r"!\[([^]]*)\]\(([^)\s]+)\)", text)]
-        for target, said in described + re.findall(r'<img src="([^"]+)".* alt="([^"]+)"', text):
-            found[(page.parent / target).resolve()] = said
-    return found
-
-
-def test_every_picture_is_there_and_described() -> None:
-    assert len(pictures()) >= 3
-    for path, text in pictures().items():
-        assert path.is_file()
-        assert len(text.split()) >= 4, path.name
-
-
 def test_the_terminal_shows_the_commands_of_the_readme() -> None:
     shown = re.sub(r"<[^>]+>", "", html.unescape(make_terminal.PICTURE.read_text())).replace("\xa0", " ")
     commands = make_terminal.commands(README.read_text())
@@ -276,27 +254,6 @@ def test_what_is_copied_exists_and_is_allowed(path: Path) -> None:
     for source in sources:
         assert (ROOT / source).exists()
         assert any(Path(source).match(pattern) for pattern in allowed), source
-
-
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_an_image_is_built_in_two_stages_and_runs_as_a_user(path: Path) -> None:
-    (user,) = values(path, "USER")
-    assert re.fullmatch(r"[1-9]\d+:[1-9]\d+", user)
-    assert [value.endswith(" AS build") for value in values(path, "FROM")] == [True, False]
-
-
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_versions_are_pinned(path: Path) -> None:
-    bases = [value.partition("=")[2] for value in values(path, "ARG") if "BASE" in value]
-    assert bases
-    for base in bases:
-        assert re.fullmatch(r"[\w/]+:\d+\.\d+[\w.-]*", base), base
-    (requirements,) = re.findall(r"-r (\S+)", path.read_text())
-    text = re.sub(r"\\\n", " ", (ROOT / requirements).read_text())
-    lines = [line for line in text.splitlines() if line and not line.lstrip().startswith("#")]
-    assert len(lines) > 40
-    for line in lines:
-        assert re.match(r"[\w.-]+(\[[\w,-]+\])?==\S+ .*--hash=sha256:", line), line
 
 
 def test_the_distributed_scripts_differ_in_the_import_and_two_lines() -> None:

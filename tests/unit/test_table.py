@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 
-from keras_dist.backends import BACKENDS
 from tests import fault_table, make_table, results, suite
 from tests.contract.rows import PROMISED
 
 ENVIRONMENT = {"python": "3.11", "packages": {"keras": "3.15.1"}, "cores": 2, "commit": "abc"}
-FOUND = {"seconds": 0.34, "code": 137, "says": "rank 1 was killed by SIGKILL", "left": []}
 FAULT_ROWS = [f"{job}-{fault}" for job in fault_table.JOBS for fault in fault_table.FAULTS]
 
 
@@ -32,36 +30,6 @@ def test_a_case_has_passed_if_all_of_its_tests_have() -> None:
     assert found["rows"] == {"save": {"horovod": {"2": "failed"}}}
 
 
-def test_cells() -> None:
-    assert make_table.cell({"4": "passed", "2": "passed", "3": "failed"}) == "✓ 2, 4; ✗ 3"
-    assert make_table.cell({}) == "not run"
-
-
-def test_the_page_has_every_row_and_backend() -> None:
-    text = make_table.promised_cases(results_of(case("save", "horovod", 2, "passed")))
-    rows = make_table.rows_in(text)
-    assert [*rows] == [*PROMISED]
-    header = next(line for line in text.splitlines() if line.startswith("| |"))
-    assert {name.strip() for name in header.strip("|").split("|")} == {"", *BACKENDS, "id"}
-    assert rows["save"].endswith(f"| not run | ✓ 2 |{' not run |' * (len(BACKENDS) - 2)} `save` |")
-
-
-def test_the_page_of_runs_that_resumed() -> None:
-    def schedule(seed: int, outcome: str, *faults: tuple[str, int, float]) -> dict[str, Any]:
-        named = [{"signal": signal, "again": again, "seconds": seconds} for signal, again, seconds in faults]
-        return {results.SCHEDULE: [seed, {"backend": "horovod", "faults": named}], "outcome": outcome}
-
-    found = results_of(
-        schedule(4, "passed", ("SIGKILL", 2, 9.0), ("SIGKILL", 5, 11.0)), schedule(5, "failed", ("ENOSPC", 6, 10.4))
-    )
-    text = make_table.schedules(found)
-    assert "`make chaos N=2 SEED=4`: 1 of 2 schedules ended with the numbers of the undisturbed run; not" in text
-    assert text.splitlines()[-2:] == [
-        "| horovod | `kill -9` of one rank, or of all | 2 | 2 to 5 | 10 s |",
-        "| horovod | The disk with the commits is full | 1 | 6 to 6 | 10 s |",
-    ]
-
-
 @pytest.mark.parametrize(
     ("part", "rows", "changed"),
     [("rows", [*PROMISED], "tests/contract/rows.py"), ("faults", FAULT_ROWS, "tests/fault_table.py")],
@@ -75,25 +43,6 @@ def test_a_committed_page_has_exactly_the_declared_rows(part: str, rows: list[st
     heads = [line for line in write(empty).splitlines() if not line.endswith("` |") and "3.15.1" not in line]
     assert [line for line in text.splitlines() if not line.endswith("` |") and "3.15.1" not in line] == heads
     assert not [row for row, line in make_table.rows_in(text).items() if "| not run |" in line]
-
-
-def line_of(row: str, outcome: str, **found: Any) -> str:
-    line = {results.FAULT: ["run-horovod-kill", {**FOUND, **found}], "outcome": outcome}
-    return make_table.rows_in(make_table.faults(results_of(line)))[row]
-
-
-def test_a_row_says_how_a_job_ended() -> None:
-    kill = "run-horovod-kill"
-    assert line_of(kill, "passed") == f"| `kill -9` | 0.3 s | 137 | ``{FOUND['says']}`` | nothing | `{kill}` |"
-    assert line_of("run-horovod-term", "passed").startswith("| SIGTERM |  |  | not run |  |")
-    assert "|  |  | there is none |  |" in line_of("tf-config-launcher", "passed")
-    assert "|  |  | ✗ |  |" in line_of(kill, "failed")
-    assert " | nothing: nobody is left who could | a file |" in line_of(kill, "passed", says="", left=["a file"])
-
-
-def test_a_row_shows_the_error_that_the_output_shows_before_its_last_line() -> None:
-    cells = make_table.fault_cells("run-horovod", "raise", {**FOUND, "says": "rank 1", "outcome": "passed"})
-    assert cells[2] == "``rank 1``, and before it `ValueError: this callback is on fire`"
 
 
 def test_each_usual_cell_is_possible() -> None:
