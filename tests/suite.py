@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.limits import TIER
-from tests.results import CASE, Line, check_same, environment, environment_of, parse_shard, read
+from tests.results import Line, check_same, environment, environment_of, parse_shard, read
 
 ROOT = Path(__file__).resolve().parents[1]
 TIERS = {"test": "not ci and not full", "ci": "not full", "full": "ci or full or not full"}
 BUDGET_SECONDS = 600.0  # of `make test`, on two cores
-CI_SECONDS = 1500.0
-UNSTABLE = "unstable.json"
 TIMED = "tests/multiprocess"  # where the tests stand that are marked `timed`: to collect all others takes seconds
 # More failures than this are no noise.
 MOST_UNSTABLE = 20
 _NONE_COLLECTED = 5
-_SLOWEST = 10
 
 
 @dataclasses.dataclass
@@ -65,7 +60,8 @@ class Suite:
         print(f"== {name}", flush=True)
         self.folder.mkdir(parents=True, exist_ok=True)
         started = time.monotonic()
-        command = [sys.executable, "-m", "pytest", f"--results={self.folder}", *options, *self.arguments]
+        ours = [f"--results={self.folder}", "--durations=10"]
+        command = [sys.executable, "-m", "pytest", *ours, *options, *self.arguments]
         code = subprocess.run(command, cwd=ROOT).returncode
         self.seconds[name] = time.monotonic() - started
         return code
@@ -75,41 +71,19 @@ class Suite:
 
 
 def report(lines: Sequence[Line], phases: dict[str, float], budget: float | None, unstable: dict[str, str]) -> str:
-    """Returns what a run has to say of itself: where the time went, what is slow, what is unstable."""
-    groups: dict[str, list[Line]] = defaultdict(list)
-    for line in lines:
-        groups[_group(line)].append(line)
-    text = ["", f"{'':34}cases  seconds"]
-    text += [f"{name:32}{len(groups[name]):7}{_seconds(groups[name]):9.0f}" for name in sorted(groups)]
-    text += [f"{'all':32}{len(lines):7}{_seconds(lines):9.0f}", "", "slowest:"]
-    slowest = sorted(lines, key=lambda line: -line["seconds"])[:_SLOWEST]
-    text += [f"{line['seconds']:8.1f} s  {line['test']}" for line in slowest]
-    whole = sum(phases.values())
-    text += ["", f"{'phase':28}seconds" + (f"  of {budget:.0f} s" if budget else "")]
-    for name, seconds in {**phases, "all": whole}.items():
-        text.append(f"{name:26}{seconds:9.0f}" + (f"{seconds / budget:9.0%}" if budget else ""))
+    """Returns how long a run took, what is unstable in it, and how its tests ended."""
+    text = []
+    for name, seconds in {**phases, "all": sum(phases.values())}.items():
+        text.append(f"{name:26}{seconds:9.0f} s" + (f"{seconds / budget:9.0%} of {budget:.0f} s" if budget else ""))
     for test, message in unstable.items():
         text += ["", f"unstable: {test} failed, then passed alone. Mend it. It had failed with:"]
         text += [f"    {line}" for line in message.splitlines()]
     outcomes = [line["outcome"] for line in lines]
-    text += ["", ", ".join(f"{outcomes.count(name)} {name}" for name in ("passed", "skipped", "failed"))]
-    text[-1] += f", {len(unstable)} unstable, in {whole:.0f} s"
-    return "\n".join(text)
-
-
-def _group(line: Line) -> str:
-    path = Path(line["test"].partition("::")[0])
-    folder = path.parts[1] if len(path.parts) > 2 else path.stem
-    return f"{folder} on {line[CASE][1]}-{line[CASE][2]}" if CASE in line else folder
-
-
-def _seconds(lines: Iterable[Line]) -> float:
-    return sum(line["seconds"] for line in lines)
+    counts = ", ".join(f"{outcomes.count(name)} {name}" for name in ("passed", "skipped", "failed"))
+    return "\n".join([*text, "", f"{counts}, {len(unstable)} unstable"])
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["report"]:
-        return report_of_ci(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("tier", choices=TIERS)
     parser.add_argument("--jobs", default="3", help="processes that run tests side by side (default: 3)")
@@ -128,26 +102,9 @@ def main() -> int:
     os.environ[TIER] = options.tier
     suite = Suite(folder, arguments)
     code = suite.run(TIERS[options.tier], options.jobs)
-    (folder / UNSTABLE).write_text(json.dumps(suite.unstable))
     budget = BUDGET_SECONDS if options.tier == "test" else None
     print(report(read(folder), suite.seconds, budget, suite.unstable), flush=True)
     return code
-
-
-def report_of_ci(arguments: Sequence[str]) -> int:
-    """Prints one report of several runs, with the seconds of phases that a file names."""
-    parser = argparse.ArgumentParser(prog="python -m tests.suite report", description=report_of_ci.__doc__)
-    parser.add_argument("--phases", type=Path, required=True)
-    parser.add_argument("folders", type=Path, nargs="*")
-    options = parser.parse_args(arguments)
-    phases = dict(line.split("\t") for line in options.phases.read_text().splitlines())
-    folders = [folder for folder in options.folders if folder.exists()]
-    lines, unstable = [], {}
-    for folder in folders:
-        lines += read(folder)
-        unstable |= json.loads((folder / UNSTABLE).read_text()) if (folder / UNSTABLE).exists() else {}
-    print(report(lines, {name: float(seconds) for name, seconds in phases.items()}, CI_SECONDS, unstable))
-    return 0
 
 
 if __name__ == "__main__":
