@@ -94,7 +94,7 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     pools: Pools = request.getfixturevalue("pools")
     forks: ForkServer = request.getfixturevalue("forks")
     temporary: Path = request.getfixturevalue("worker_temporary")
-    left_behind = LeftBehind(os.environ[MARK], temporary, lambda: pools.pids() | forks.pids())
+    left_behind = LeftBehind(MARK, os.environ[MARK], temporary, lambda: pools.pids() | forks.pids())
     yield
     left_behind.check()
 

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 _GRACE_SECONDS = 30.0  # for what is about to end: only a leak takes so long
 _TENSORFLOWS_OWN = "__autograph_generated_file"  # gone when the process ends, but for their compiled form:
 _PYTHONS_OWN = "__pycache__"
 _TFDS_OWN = "tfds"  # how the names of folders end that TFDS never removes (core/dataset_info.py, `mkdtemp("tfds")`)
-_LISTENING = "0A"  # <net/tcp_states.h>
 
 
 class LeftBehind:
     """Remembers what is there before a test: the processes with a mark in their environment, the ranks' files."""
 
-    def __init__(self, mark: str, temporary: Path, allowed_pids: Callable[[], set[int]]) -> None:
-        self._mark = mark.encode()
+    def __init__(self, variable: str, value: str, temporary: Path, allowed_pids: Callable[[], set[int]]) -> None:
+        self._mark = variable, value
         self._temporary = temporary
         self._allowed_pids = allowed_pids
         self._before = self._now()
@@ -36,15 +36,13 @@ class LeftBehind:
         return self._processes() | self._files() | _threads() | _own_ports()
 
     def _processes(self) -> set[str]:
-        allowed = self._allowed_pids() | {os.getpid()}
+        allowed, (variable, value) = self._allowed_pids() | {os.getpid()}, self._mark
         found = set()
-        for folder in Path("/proc").glob("[0-9]*"):
-            pid = int(folder.name)
-            with contextlib.suppress(OSError):  # gone meanwhile, or not ours
-                is_child = f"\nPPid:\t{os.getpid()}\n" in (folder / "status").read_text()
-                if pid not in allowed and (is_child or self._mark in (folder / "environ").read_bytes()):
-                    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:80]
-                    found.add(f"process {pid} ({command.strip() or 'ended, not waited for'})")
+        for process in psutil.process_iter(["ppid", "environ", "cmdline"]):
+            is_ours = process.info["ppid"] == os.getpid() or (process.info["environ"] or {}).get(variable) == value
+            if is_ours and process.pid not in allowed:
+                command = " ".join(process.info["cmdline"] or [])[:80]
+                found.add(f"process {process.pid} ({command or 'ended, not waited for'})")
         return found
 
     def _files(self) -> set[str]:
@@ -54,12 +52,8 @@ class LeftBehind:
 
 def marked(variable: str, value: str) -> set[int]:
     """Returns the processes that run and have inherited a variable with this value."""
-    mark, found = f"{variable}={value}".encode(), set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # gone meanwhile, or not ours
-            if mark in (folder / "environ").read_bytes().split(b"\0"):
-                found.add(int(folder.name))
-    return found
+    found = psutil.process_iter(["environ"])
+    return {process.pid for process in found if (process.info["environ"] or {}).get(variable) == value}
 
 
 def is_known(path: Path) -> bool:
@@ -75,16 +69,7 @@ def _threads() -> set[str]:
 
 def _own_ports() -> set[str]:
     """Ports on which this process listens, but for one rendezvous a live pool. TensorFlow's servers never stop."""
-    sockets = set()
-    for descriptor in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            sockets.add(os.readlink(descriptor))
-    ports = set()
-    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
-        with contextlib.suppress(OSError):
-            for line in Path(table).read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == _LISTENING and f"socket:[{fields[9]}]" in sockets:
-                    ports.add(int(fields[1].rpartition(":")[2], 16))
+    connections = psutil.Process().net_connections("tcp")
+    ports = {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
     served = sum("keras_dist-rendezvous" in thread.name for thread in threading.enumerate())
     return {f"{number + 1} listening ports" for number in range(len(ports) - served)}
