@@ -246,17 +246,11 @@ LOSSES = {
 }
 
 CALLBACKS = {
-    "model-checkpoint": "ModelCheckpoint",
+    "callbacks": "CSVLogger, ModelCheckpoint, TensorBoard, ReduceLROnPlateau, EarlyStopping; the progress bar",
     "model-checkpoint-best-weights": "ModelCheckpoint, best weights only; all ranks have its `best`",
     "model-checkpoint-between-batches": "ModelCheckpoint, `save_freq` in batches",
-    "tensorboard": "TensorBoard",
-    "csv-logger": "CSVLogger",
-    "early-stopping": "EarlyStopping, `restore_best_weights`",
-    "reduce-lr-on-plateau": "ReduceLROnPlateau",
     "learning-rate-scheduler": "LearningRateScheduler",
-    "terminate-on-nan": "TerminateOnNaN, in the middle of an epoch",
     "backup-and-restore": "BackupAndRestore",
-    "custom-callback-logs": "A custom callback: logs and weights",
     "custom-callback-batch-logs": "A custom callback: logs of batches, also in `evaluate`",
     "callback-of-a-tracker": "Callback that an experiment tracker adds: it replaces `keras.Model.fit`",
     "callback-evaluates": "A callback that evaluates and predicts",
@@ -265,11 +259,9 @@ CALLBACKS = {
     "tensorboard-batches": "TensorBoard, `update_freq` in batches",
     "tensorboard-graph": "TensorBoard, `write_graph`",
     "tensorboard-embeddings": "TensorBoard, embeddings",
-    "lambda-callback": "LambdaCallback",
     "swap-ema-weights": "SwapEMAWeights, `swap_on_epoch`",
     "terminate-on-nan-of-one-rank": "TerminateOnNaN, the NaN in one rank's share: all stop after that batch",
     "remote-monitor": "RemoteMonitor: the server receives each epoch once",
-    "progress-bar": "The progress bar, on the chief only",
     "model-checkpoint-weights": "ModelCheckpoint, `.weights.h5` of each epoch",
     "stop-training-on-one-rank": "`stop_training` set on one rank only: all stop after the same batch",
     "stops-learning-rate-on-one-rank": "A learning rate set on one rank only, between batches: that step is stopped",
@@ -407,7 +399,6 @@ ERRORS = {
 TOGETHER = {
     "together-losses": "Outputs with losses of other reductions, weights, `add_loss`, a regularizer",
     "together-metrics": "Metrics of arrays, in a layer, weighted, and one of the script",
-    "together-callbacks": "Files of five callbacks and what they decide; the progress bar",
     "together-data": "A dataset of dicts with strings and weights, shuffled without a seed",
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +10,10 @@ from typing import Any
 from unittest import mock
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 import keras_dist as kd
-from tests.contract.harness import NOT_TPU, Numbers, contract, same
+from tests.contract.harness import NOT_TPU, Numbers, contract
 from tests.contract.parts import compiled, evaluated, files, fitted, numbers
 
 
@@ -52,15 +50,12 @@ def checkpointed(distribute: Any, path: str, optimizer: Any = None, epochs: int 
     return {**result, **numbers_in, "files": ",".join(written), "best": callback.best}
 
 
-contract("model-checkpoint", covered_by=("together-callbacks", "chief-only"))(
-    lambda distribute: checkpointed(distribute, "epoch-{epoch}.keras", keras.optimizers.Adam(0.01))
-)
-contract("model-checkpoint-best-weights", covered_by=("together-callbacks",))(
+contract("model-checkpoint-best-weights", covered_by=("callbacks",))(
     lambda distribute: checkpointed(
         distribute, "best.weights.h5", keras.optimizers.SGD(0.7), 4, save_best_only=True, save_weights_only=True
     )
 )
-contract("model-checkpoint-weights", covered_by=("together-callbacks",))(
+contract("model-checkpoint-weights", covered_by=("callbacks",))(
     lambda distribute: checkpointed(
         distribute, "{epoch}-{val_loss:.3f}.weights.h5", keras.optimizers.Adam(0.01), 3, save_weights_only=True
     )
@@ -85,13 +80,6 @@ class WithRate(keras.callbacks.TensorBoard):
         super().on_epoch_end(epoch, logs)
 
 
-@contract("tensorboard", covered_by=("together-callbacks",))
-def test_tensorboard(distribute: Any) -> Numbers:
-    callback = keras.callbacks.TensorBoard("logs", write_graph=False)
-    result = fitted(compiled(distribute), *numbers(), validation_data=numbers(9), callbacks=[callback])
-    return {**result, "events": events("logs")}
-
-
 def events(folder: str) -> Numbers:
     """Returns the contents of the event files by writer, tag and step. Two writers would write each value twice."""
     files()
@@ -105,56 +93,22 @@ def events(folder: str) -> Numbers:
     return values
 
 
-@contract("csv-logger", covered_by=("together-callbacks",))
-def test_csv_logger(distribute: Any) -> Numbers:
-    result = fitted(compiled(distribute), *numbers(), callbacks=[keras.callbacks.CSVLogger("log.csv")])
-    assert files() == ["log.csv"]
-    with open("log.csv") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["epoch"] for row in rows] == ["0", "1"]
-    return {**result, "written": [float(row["loss"]) for row in rows]}
-
-
-@contract("early-stopping", sizes=(3,), covered_by=("together-callbacks", "commit-stopped-early"))
-def test_early_stopping(distribute: Any) -> Numbers:
-    """With `"max"` the worst epoch, the first, counts as the best: training stops two epochs later and restores it."""
-    callback = keras.callbacks.EarlyStopping("val_loss", mode="max", patience=2, restore_best_weights=True)
-    model = compiled(distribute)
-    result = fitted(model, *numbers(), epochs=9, validation_data=numbers(9), callbacks=[callback])
-    assert len(result["history"]["loss"]) == 3
-    return {**result, "stopped": callback.stopped_epoch}
-
-
-def with_plateau(distribute: Any, wrapped: Any = same) -> Numbers:
+@contract("chief-only-learning-rate", sizes=(3,), covered_by=("stops-different-learning-rates",))
+def test_chief_only_learning_rate(distribute: Any) -> Numbers:
     """Halves the rate several times."""
     plateau = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.5)
     model = compiled(distribute, keras.optimizers.SGD(0.5))
-    result = fitted(model, *numbers(), epochs=5, callbacks=[wrapped(plateau)])
+    result = fitted(model, *numbers(), epochs=5, callbacks=[kd.callbacks.ChiefOnly(plateau)])
     assert float(model.optimizer.learning_rate) < 0.2
     return {**result, "rate": model.optimizer.learning_rate}
 
 
-contract("reduce-lr-on-plateau", covered_by=("together-callbacks", "stops-different-learning-rates"))(
-    lambda distribute: with_plateau(distribute)
-)
-contract("chief-only-learning-rate", sizes=(3,), covered_by=("stops-different-learning-rates",))(
-    lambda distribute: with_plateau(distribute, kd.callbacks.ChiefOnly)
-)
 contract("learning-rate-scheduler", covered_by=("stops-different-learning-rates",))(
     lambda distribute: fitted(
         compiled(distribute), *numbers(), epochs=3,
         callbacks=[keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5 if epoch else rate)],
     )
 )  # fmt: skip
-
-
-@contract("terminate-on-nan", covered_by=("terminate-on-nan-of-one-rank",))
-def test_terminate_on_nan(distribute: Any) -> Numbers:
-    x, y = numbers()
-    y[-1] = np.nan  # in the last share only
-    model = compiled(distribute)
-    fitted(model, x, y, shuffle=False, epochs=3, callbacks=[keras.callbacks.TerminateOnNaN()])
-    return {"epochs": len(model.history.epoch), "steps": model.optimizer.iterations}
 
 
 def interrupted_once(run: Callable[..., Any]) -> tuple[Any, Any]:
@@ -179,16 +133,6 @@ def test_backup_and_restore(distribute: Any) -> Numbers:
         return {**result, "steps": model.optimizer.iterations}
 
     return interrupted_once(run)[1]
-
-
-@contract("custom-callback-logs", covered_by=("custom-callback-batch-logs",))
-def test_custom_callback_logs(distribute: Any) -> Numbers:
-    def of_epoch(model: keras.Model, epoch: int, logs: Any) -> list[Any]:
-        return [epoch, logs["loss"], logs["val_loss"], float(np.sum(model.get_weights()[0]))]
-
-    look = Note(on_epoch_end=of_epoch)
-    result = fitted(compiled(distribute), *numbers(), validation_data=numbers(9), callbacks=[look])
-    return {**result, "seen": look.seen}
 
 
 def of_batch(model: keras.Model, batch: int, logs: Any) -> list[Any]:

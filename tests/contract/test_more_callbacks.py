@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import http.server
 import io
 import json
-import os
 import re
-import threading
 import time
-import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
 import pytest
 
 import keras_dist as kd
-from tests.contract.harness import FLOAT32, Numbers, Verify, contract, same
+from tests.contract.harness import FLOAT32, Numbers, contract, same
 from tests.contract.parts import BATCH, COUNT, FEATURES, compiled, examples, files, fitted, numbers
 from tests.contract.test_api import refused
 from tests.contract.test_callbacks import Note, events, interrupted_once, weights_in
@@ -45,7 +42,7 @@ def named_mlp() -> keras.Model:
     return keras.Sequential(layers, name="named")
 
 
-@contract("tensorboard-histograms", tolerance=FLOAT32, since="3.14", covered_by=("together-callbacks",))
+@contract("tensorboard-histograms", tolerance=FLOAT32, since="3.14", covered_by=("callbacks",))
 def test_tensorboard_histograms(distribute: Any) -> Numbers:
     result = with_board(distribute, named_mlp(), histogram_freq=1, write_graph=False, write_images=True)
     assert result["files"] == "logs/train/events"
@@ -54,7 +51,7 @@ def test_tensorboard_histograms(distribute: Any) -> Numbers:
     return {**result, "events": {key: value for key, value in written.items() if "image" not in key}}
 
 
-@contract("tensorboard-batches", tolerance=FLOAT32, since="3.15", covered_by=("together-callbacks",))
+@contract("tensorboard-batches", tolerance=FLOAT32, since="3.15", covered_by=("callbacks",))
 def test_tensorboard_batches(distribute: Any) -> Numbers:
     """The logs of a batch are those of the chief's share, and here both halves of a batch are the same."""
     data = (np.repeat(array.reshape(2, 2, 1, 4, -1), 2, axis=2).reshape(32, -1) for array in numbers(16))
@@ -64,7 +61,7 @@ def test_tensorboard_batches(distribute: Any) -> Numbers:
     return {**result, "events": written}
 
 
-@contract("tensorboard-graph", covered_by=("together-callbacks",))
+@contract("tensorboard-graph", covered_by=("callbacks",))
 def test_tensorboard_graph(distribute: Any) -> Numbers:
     result = with_board(distribute, named_mlp(), write_graph=True)
     graphs = {key: value for key, value in events("logs").items() if ":keras:" in key}
@@ -72,7 +69,7 @@ def test_tensorboard_graph(distribute: Any) -> Numbers:
     return {"graphs": graphs, "files": result["files"]}
 
 
-@contract("tensorboard-embeddings", covered_by=("together-callbacks",))
+@contract("tensorboard-embeddings", covered_by=("callbacks",))
 def test_tensorboard_embeddings(distribute: Any) -> Numbers:
     layers = [keras.Input([1]), keras.layers.Embedding(7, 3), keras.layers.Flatten(), keras.layers.Dense(1)]
     model, data = keras.Sequential(layers), (np.arange(COUNT)[:, None] % 7, numbers()[1])
@@ -83,20 +80,6 @@ def test_tensorboard_embeddings(distribute: Any) -> Numbers:
 
 
 # --- Other callbacks of Keras ---
-
-
-@contract("lambda-callback", covered_by=("custom-callback-batch-logs",))
-def test_lambda_callback(distribute: Any) -> Numbers:
-    seen: list[Any] = []
-    callback = keras.callbacks.LambdaCallback(
-        on_epoch_begin=lambda epoch, logs: seen.append(epoch),
-        on_train_batch_end=lambda batch, logs: seen.append(batch),
-        on_epoch_end=lambda epoch, logs: seen.append(logs["loss"]),
-        on_train_end=lambda logs: seen.append(logs["loss"]),
-    )
-    result = fitted(compiled(distribute), *numbers(), callbacks=[callback])
-    assert len(seen) == 2 * (STEPS + 2) + 1
-    return {**result, "seen": seen}
 
 
 @contract("swap-ema-weights", covered_by=("ema-overwrite-at-end",))
@@ -127,52 +110,22 @@ def test_terminate_on_nan_of_one_rank(distribute: Any) -> Numbers:
     return {"steps": model.optimizer.iterations, "losses_are_nan": look.seen}
 
 
-@contextlib.contextmanager
-def server() -> Iterator[tuple[int, list[Any]]]:
-    """Runs a web server on each rank. Yields the port of the chief's, and the requests that a rank's own receives."""
-    received: list[Any] = []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"])).decode()
-            received.append(json.loads(urllib.parse.parse_qs(body)["data"][0]))
-            self.send_response(204)
-            self.end_headers()
-
-        def log_message(self, *args: Any) -> None: ...
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as http_server:
-        thread = threading.Thread(target=http_server.serve_forever)
-        thread.start()
-        try:
-            yield kd.broadcast(http_server.server_port), received
-        finally:
-            http_server.shutdown()
-            thread.join()
-
-
-@contract("remote-monitor", covered_by=("together-callbacks",))
+@contract("remote-monitor", covered_by=("callbacks",))
 def test_remote_monitor(distribute: Any) -> Numbers:
-    os.environ["NO_PROXY"] = "127.0.0.1"
-    with server() as (port, received):
-        callback = keras.callbacks.RemoteMonitor(f"http://127.0.0.1:{port}")
-        result = fitted(compiled(distribute), *numbers(), validation_data=numbers(9), callbacks=[callback])
-        kd.barrier()
-    received = kd.broadcast(received)
-    assert [sorted(report) for report in received] == [["epoch", "loss", "val_loss"]] * 2
-    return {**result, "received": received}
+    posted: list[Any] = []
+    monitor = keras.callbacks.RemoteMonitor()
+    with mock.patch("requests.post", lambda url, data, headers: posted.append(json.loads(data["data"]))):
+        result = fitted(compiled(distribute), *numbers(), validation_data=numbers(9), callbacks=[monitor])
+    assert [sorted(report) for report in posted] == [["epoch", "loss", "val_loss"]] * 2 * kd.is_chief()
+    return {**result, "received": kd.broadcast(posted)}
 
 
-def only_the_chief_shows_progress(calls: int) -> Verify:
-    """Returns what verifies the bars of so many calls over all examples and one over nine."""
-
-    def verify(results: list[Numbers], plain: Numbers, size: int) -> None:
-        assert [result["own_output"] for result in results[1:]] == [""] * (len(results) - 1)
-        shown, expected = (last_of_each_call(result["own_output"]) for result in (results[0], plain))
-        assert shown == expected
-        assert [line.split()[0] for line in shown] == [*["4/4"] * calls, "2/2"]
-
-    return verify
+def only_the_chief_shows_progress(results: list[Numbers], plain: Numbers, size: int) -> None:
+    """In four calls over all examples and one over nine. Each bar ends with the metrics of all ranks."""
+    assert [result["own_output"] for result in results[1:]] == [""] * (len(results) - 1)
+    shown, expected = (last_of_each_call(result["own_output"]) for result in (results[0], plain))
+    assert shown == expected
+    assert [line.split()[0] for line in shown] == [*["4/4"] * 4, "2/2"]
 
 
 def last_of_each_call(output: str) -> list[str]:
@@ -187,10 +140,6 @@ def place(line: str) -> str:
     return line.split()[0]
 
 
-# Each bar ends with the metrics of all ranks.
-contract("progress-bar", verify=only_the_chief_shows_progress(3), covered_by=("together-callbacks",))(
-    lambda distribute: with_bars(compiled(distribute, steps_per_execution=1))
-)
 
 
 def with_bars(model: keras.Model, **options: Any) -> Numbers:

@@ -256,7 +256,7 @@ def test_optimizer_unknown_length(distribute: Distribute) -> Numbers:
     return {"dynamic": results, "weights": fixed["weights"], "steps": optimizer.iterations.numpy(), "states": states}
 
 
-@contract("learning-rate-by-callback", covered_by=("stops-different-learning-rates", "together-callbacks"))
+@contract("learning-rate-by-callback", covered_by=("stops-different-learning-rates", "callbacks"))
 def test_learning_rate_by_callback(distribute: Distribute) -> Numbers:
     def begin_epoch(model: keras.Model, epoch: int, logs: Any) -> None:
         model.optimizer.learning_rate = 0.2 / (epoch + 1)

@@ -66,7 +66,7 @@ def test_metrics(distribute: Distribute) -> Numbers:
     return {**result, "evaluation": evaluated(model, *data, return_dict=True, **weight)}
 
 
-@contract("together-callbacks", of=NOT_TPU, verify=only_the_chief_shows_progress(4))
+@contract("callbacks", sizes=(3,), verify=only_the_chief_shows_progress)
 def test_callbacks(distribute: Distribute) -> Numbers:
     """Files of the chief alone, decisions of all ranks, a bar that ends with the metrics of all. What a callback that
     writes leaves behind, all ranks have.
