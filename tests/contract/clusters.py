@@ -80,9 +80,9 @@ REFUSED: dict[str, dict[str, str]] = {
         ),
         **dict.fromkeys(
             (
-                "once-numpy", "once-tf-shuffled", "loss-none", "loss-one-number", "loss-scalar-function",
+                "once-numpy", "loss-none", "loss-one-number", "loss-scalar-function",
                 "loss-of-the-model",
-                "loss-add-loss", "loss-regularizers", "loss-by-hand", "metrics-property", "metrics-own",
+                "loss-add-loss", "loss-regularizers", "loss-by-hand", "metrics-own",
                 "metrics-in-layer", "gather-last-batch", "evaluate-layer-state",
                 "data-without-targets", "fit-gan", "fit-layer-state", "fit-step-state", "fit-own-train-step",
                 "fit-own-train-step-twice",
@@ -113,7 +113,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "exact-concatenated": "A TPU can't draw for batches that a step concatenates",
         **dict.fromkeys(
             (
-                "exact-in-loop", "exact-random-functions", "exact-vae-sampling", "examples", "guide-train-step",
+                "exact-in-loop", "exact-random-functions", "exact-vae-sampling", "examples",
                 "logs-derived", "loss-add-loss-sum", "loss-added-by-hand", "loss-drops-entries", "loss-whole-batch",
                 "loss-whole-batch-forced", "gather", "gather-in-layer", "gather-in-loop",
             ),
@@ -145,9 +145,7 @@ NOT_TESTED: dict[str, dict[str, str]] = {
 _DRAWS = "`tf.random` draws other numbers on each replica."
 NOT_VERIFIED: dict[str, str] = {
     "fit-random-functions": _DRAWS,
-    **dict.fromkeys(
-        ("once-numpy", "once-tf-shuffled"), "What a step does in Python, it does once more when it is tried out."
-    ),
+    "once-numpy": "What a step does in Python, it does once more when it is tried out.",
     **dict.fromkeys(("refuses-metric-that-does-not-add-up", "differs-constants"), "It is found before it is refused."),
 }
 

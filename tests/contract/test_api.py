@@ -177,15 +177,18 @@ def test_stops_different_data(distribute: Any) -> Numbers:
     return fitted(compiled(distribute), *numbers())  # the cluster still works
 
 
-@contract("stops-different-learning-rates")
+@contract("stops-different-learning-rates", sizes=(3,))
 def test_stops_different_learning_rates(distribute: Any) -> Numbers:
-    class OnChief(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-            if epoch and kd.is_chief():
+    """Set between batches, and not on the chief."""
+
+    class OnLastRank(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            if batch == 2 and kd.rank() == kd.size() - 1:
                 self.model.optimizer.learning_rate = 0.7
 
-    model, words = compiled(distribute), "rank 0: 0.7, rank 1: 0.1"
-    return refused(kd.MismatchError, words, lambda: fitted(model, *numbers(), callbacks=[OnChief()]))
+    model = compiled(distribute)
+    rates = "rank 0: 0.1, rank 1: 0." + ("7" if kd.size() == 2 else "1, rank 2: 0.7")
+    return refused(kd.MismatchError, rates, lambda: fitted(model, *numbers(), callbacks=[OnLastRank()]))
 
 
 @contract("stops-different-weights")

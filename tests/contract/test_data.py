@@ -17,13 +17,11 @@ from tests.contract.parts import (
     FEATURES,
     Distribute,
     Linear,
-    classes,
     compiled,
     dataset,
     descend,
     examples,
     fitted,
-    mlp,
     numbers,
     outcome,
     stack,
@@ -142,12 +140,6 @@ contract("data-sample-weight", sizes=(3,), covered_by=("together-data", "togethe
         sample_weight=np.linspace(0, 2, COUNT),
     )
 )  # fmt: skip
-contract("data-class-weight", covered_by=("loss-class-weight", "together-data"))(
-    lambda distribute: fitted(
-        compiled(distribute, loss="sparse_categorical_crossentropy", model=mlp(3, "softmax")), *classes(),
-        class_weight={0: 1.0, 1: 3.0, 2: 0.5},
-    )
-)  # fmt: skip
 
 
 @contract("data-integers-and-strings", covered_by=("together-data",))
@@ -202,16 +194,6 @@ class NotingModel(keras.Sequential):
         return super().train_step(data)
 
 
-def seen(distribute: Any, make_data: Any, count: int) -> Numbers:
-    model, metric = NotingModel([keras.Input([1]), layers.Dense(1)]), TimesSeen(count)
-    # Bypasses Keras's tracking, which would wrap the list.
-    object.__setattr__(model, "noted", [])
-    compiled(distribute, keras.optimizers.SGD(1e-4), model=model, metrics=[metric])
-    indices = np.arange(count, dtype="float32")[:, None]
-    history = model.fit(*make_data(indices), epochs=2, verbose=0).history
-    return {"unlike_once": history["unlike_once"], "times": metric.times.value, "own_noted": np.asarray(model.noted)}
-
-
 def every_example_once(results: list[Numbers], golden: Numbers, size: int) -> None:
     """The ranks' shares of two epochs together are the dataset twice, without the reduction of metrics."""
     assert results[0]["unlike_once"] == [0.0, 0.0]
@@ -221,19 +203,19 @@ def every_example_once(results: list[Numbers], golden: Numbers, size: int) -> No
     assert min(len(result["own_noted"]) for result in results) > len(noted) // (2 * size)
 
 
-# 32 examples in batches of 9: the last one has 5.
-contract(
+@contract(
     "once-numpy", float32=True, tolerance=FLOAT32, sizes=(3, 4), verify=every_example_once,
     covered_by=("data-numpy", "once-small-batches"),
-)(lambda distribute: seen(distribute, lambda indices: (indices, indices, 9), 32))  # fmt: skip
-contract(
-    "once-tf-shuffled", float32=True, tolerance=FLOAT32, verify=every_example_once,
-    covered_by=("together-data", "once-small-batches"),
-)(
-    lambda distribute: seen(
-        distribute, lambda indices: (tf.data.Dataset.from_tensor_slices((indices, indices)).shuffle(50).batch(7),), 33
-    )
 )  # fmt: skip
+def test_once_numpy(distribute: Any) -> Numbers:
+    """32 examples in batches of 9: the last one has 5."""
+    model, metric = NotingModel([keras.Input([1]), layers.Dense(1)]), TimesSeen(32)
+    # Bypasses Keras's tracking, which would wrap the list.
+    object.__setattr__(model, "noted", [])
+    compiled(distribute, keras.optimizers.SGD(1e-4), model=model, metrics=[metric])
+    indices = np.arange(32, dtype="float32")[:, None]
+    history = model.fit(indices, indices, 9, epochs=2, verbose=0).history
+    return {"unlike_once": history["unlike_once"], "times": metric.times.value, "own_noted": np.asarray(model.noted)}
 
 
 @contract("once-small-batches", float32=True, tolerance=FLOAT32, sizes=(3, 4), also=("serial-1",))

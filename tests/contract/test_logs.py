@@ -64,9 +64,6 @@ def results_of(distribute: Distribute, model: keras.Model, count: int = EVEN, **
     return result
 
 
-contract("guide-train-step", sizes=(3,), covered_by=("logs-derived", "fit-own-train-step"))(
-    lambda distribute: results_of(distribute, GuideStep())
-)
 # Each batch counts once in the mean of a scalar loss, also one that is smaller than the ranks.
 contract("guide-train-step-last-batch", sizes=(3,), covered_by=("logs-derived",))(
     lambda distribute: results_of(distribute, GuideStep(), 19)

@@ -21,7 +21,6 @@ from tests.contract.parts import (
     FEATURES,
     Distribute,
     Gan,
-    GuideStep,
     Linear,
     classes,
     compiled,
@@ -50,14 +49,6 @@ def test_nested(distribute: Distribute) -> Numbers:
     middle = keras.Sequential([inner, layers.Dense(3, kernel_regularizer="l2")])
     model = keras.Model(outer, mlp()(outer) + middle(outer))
     return {**fit_model(distribute, model, keras.optimizers.Adam(0.01)), "inner": inner.get_weights()}
-
-
-@contract("fit-shared-layers", covered_by=("together-losses",))
-def test_shared_layers(distribute: Distribute) -> Numbers:
-    left, right, tower = keras.Input([FEATURES]), keras.Input([FEATURES]), mlp(3)
-    model = keras.Model([left, right], layers.Dot(1)([tower(left), tower(right)]))
-    x, y = numbers()
-    return fitted(compiled(distribute, model=model), [x, x[::-1].copy()], y, batch_size=BATCH)
 
 
 class Unregistered(Linear):
@@ -441,14 +432,14 @@ def validated(distribute: Distribute, **compiles: Any) -> Numbers:
     return {**result, "evaluation": model.evaluate(*numbers(), verbose=0, return_dict=True)}
 
 
-def of_kinds(distribute: Distribute, metric: Any) -> Numbers:
-    return measured(distribute, [metric], *classes(), mlp(3, "softmax"), "sparse_categorical_crossentropy")
-
-
-contract("metrics-accuracy", covered_by=("together-metrics",))(lambda distribute: of_kinds(distribute, "accuracy"))
 contract("metrics-mean-iou", covered_by=("together-metrics",))(
-    lambda distribute: of_kinds(distribute, keras.metrics.MeanIoU(3, sparse_y_pred=False, name="iou"))
-)
+    lambda distribute: measured(
+        distribute, ["accuracy", keras.metrics.MeanIoU(3, sparse_y_pred=False, name="iou")], *classes(),
+        mlp(3, "softmax"), "sparse_categorical_crossentropy",
+    )
+)  # fmt: skip
+
+
 @contract("metrics-over-examples", of=NOT_TPU)
 def test_metrics_over_examples(distribute: Distribute) -> Numbers:
     """Keras's own metrics over the first axis; it is -2 of a matrix."""
@@ -465,13 +456,6 @@ contract("metrics-r2-score", covered_by=("together-metrics",))(
 def test_auc_precision(distribute: Distribute) -> Numbers:
     metrics, (x, y) = [keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision"), "accuracy"], numbers()
     return measured(distribute, metrics, x, (y > 0).astype("float64"), mlp(1, "sigmoid"), "binary_crossentropy")
-
-
-@contract("metrics-f1-score", covered_by=("together-metrics",))
-def test_f1_score(distribute: Distribute) -> Numbers:
-    x, labels = classes()
-    metrics = [keras.metrics.F1Score("macro"), keras.metrics.F1Score("micro", name="micro")]
-    return measured(distribute, metrics, x, np.eye(3)[labels], mlp(3, "softmax"), "categorical_crossentropy")
 
 
 class Parts(keras.metrics.RootMeanSquaredError):
@@ -532,19 +516,6 @@ contract("metrics-in-layer", sizes=(3,), covered_by=("together-metrics",))(
 )
 
 
-class OwnMetrics(GuideStep):
-    def __init__(self) -> None:
-        super().__init__()
-        self.error = keras.metrics.MeanAbsoluteError("error")
-
-    @property
-    def metrics(self) -> list[Any]:
-        return [self.error]
-
-
-contract("metrics-property", covered_by=("together-metrics",))(
-    lambda distribute: validated(distribute, model=OwnMetrics())
-)
 
 
 # --- XLA and a search ---

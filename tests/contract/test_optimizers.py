@@ -33,12 +33,9 @@ from tests.contract.parts import (
     numbers,
     some,
     stack,
-    trained_on_shares,
 )
-from tests.contract.test_callbacks import Note
 from tests.contract.test_exact import draw
 from tests.contract.test_models import Towers
-from tests.contract.test_training import mean_squared_error, mixed_precision_model
 
 MAKERS = {
     "sgd": lambda **options: optimizers.SGD(0.2, **options),
@@ -256,19 +253,6 @@ def test_optimizer_unknown_length(distribute: Distribute) -> Numbers:
     return {"dynamic": results, "weights": fixed["weights"], "steps": optimizer.iterations.numpy(), "states": states}
 
 
-@contract("learning-rate-by-callback", covered_by=("stops-different-learning-rates", "callbacks"))
-def test_learning_rate_by_callback(distribute: Distribute) -> Numbers:
-    def begin_epoch(model: keras.Model, epoch: int, logs: Any) -> None:
-        model.optimizer.learning_rate = 0.2 / (epoch + 1)
-
-    def begin_batch(model: keras.Model, batch: int, logs: Any) -> None:
-        if batch == 2:
-            model.optimizer.learning_rate.assign(0.01)
-
-    model, callback = compiled(distribute), Note(on_epoch_begin=begin_epoch, on_train_batch_begin=begin_batch)
-    return {**fitted(model, *numbers(), callbacks=[callback]), "rate": model.optimizer.learning_rate}
-
-
 @contract("gradient-accumulation-remainder", sizes=(3,))
 def test_gradient_accumulation_remainder(distribute: Distribute) -> Numbers:
     """Updates come after 3 and 6 of 7 steps: one gradient is left after the first and the second `fit`."""
@@ -334,30 +318,6 @@ def test_loss_scaling_overflow(distribute: Distribute) -> Numbers:
     assert all(np.isfinite(weight).all() for weight in weights)
     assert (float(optimizer.dynamic_scale), int(optimizer.iterations), int(optimizer.step_counter)) == (32.0, 3, 2)
     return {"weights": weights}
-
-
-def mixed_float16_of_shares(size: int) -> Numbers:
-    """Rounding depends on the shares. The loss is scaled, and `apply` scales gradients back."""
-    model = compiled(same, model=mixed_precision_model("mixed_float16"))
-    model.optimizer.build(model.trainable_variables)  # before that, the scale is a constant
-
-    def scaled(y: Any, prediction: Any) -> Any:
-        return model.optimizer.scale_loss(mean_squared_error(y, prediction))
-
-    result = trained_on_shares(model, scaled, numbers(), size)
-    return {**result, "scale": model.optimizer.dynamic_scale}
-
-
-@contract(
-    "fit-mixed-float16", float32=True, tolerance=FLOAT32, reference=mixed_float16_of_shares,
-    covered_by=("fit-mixed-bfloat16", "loss-scaling-overflow"),
-)  # fmt: skip
-def test_mixed_float16(distribute: Distribute) -> Numbers:
-    """Keras wraps the optimizer in a LossScaleOptimizer in `compile`."""
-    model = compiled(distribute, model=mixed_precision_model("mixed_float16"))
-    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
-    weights = fitted(model, *numbers(), shuffle=False)["weights"]
-    return {"weights": weights, "scale": model.optimizer.dynamic_scale}
 
 
 @contract(

@@ -23,11 +23,9 @@ from tests.contract.parts import (
     COUNT,
     FEATURES,
     GuideStep,
-    classes,
     compiled,
     computed,
     dataset,
-    descend,
     evaluated,
     fitted,
     mlp,
@@ -82,8 +80,8 @@ def on_shares(row: str, make: Callable[[], keras.Model], seed_offset: int = 0, r
     contract(row, reference=reference, **options)(lambda distribute: case(distribute))
 
 
-def mixed_precision_model(policy: str = "mixed_bfloat16") -> keras.Model:
-    keras.config.set_dtype_policy(policy)
+def mixed_precision_model() -> keras.Model:
+    keras.config.set_dtype_policy("mixed_bfloat16")
     return mlp()
 
 
@@ -166,17 +164,6 @@ def test_batchnorm(distribute: Any) -> Numbers:
 # --- Models ---
 
 
-@contract("fit-functional-multi-output", covered_by=("together-losses",))
-def test_functional_multi_output(distribute: Any) -> Numbers:
-    inputs = keras.Input([FEATURES])
-    shared = layers.Dense(5, "relu")(inputs)
-    outputs = layers.Dense(1, name="value")(shared), layers.Dense(3, "softmax", name="kind")(shared)
-    losses = ["mse", "sparse_categorical_crossentropy"]
-    model = compiled(distribute, loss=losses, loss_weights=[1, 0.5], model=keras.Model(inputs, outputs))
-    (x, y), (_, labels) = numbers(), classes()
-    return used(model, x, [y, labels])
-
-
 @keras.saving.register_keras_serializable("contract")
 class Subclassed(keras.Model):
     """Not built until it sees data."""
@@ -198,16 +185,6 @@ class OwnStep(GuideStep):
     counts_examples = True
 
 
-class RawMeanStep(OwnStep):
-    """A handwritten loss, and logs that are not metrics: Keras shows those of the last step."""
-
-    def train_step(self, data: Any) -> Any:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.abs(self(data[0], training=True) - data[1]))
-        descend(tape, loss, self)
-        return {"raw": loss}
-
-
 class Twice(keras.Sequential):
     """The second update reads the result of the first."""
 
@@ -221,9 +198,6 @@ class Twice(keras.Sequential):
 
 contract("fit-own-train-step", also=("parameter_server-2",))(
     lambda distribute: fitted(compiled(distribute, model=OwnStep()), *numbers(), validation_data=numbers(9))
-)
-contract("fit-own-train-step-raw-mean", covered_by=("fit-own-train-step", "logs-derived"))(
-    lambda distribute: fitted(compiled(distribute, model=RawMeanStep()), *numbers(24))
 )
 contract("fit-own-train-step-twice", sizes=(3,), covered_by=("fit-own-train-step",))(
     lambda distribute: fitted(
@@ -302,9 +276,6 @@ contract(
     "fit-embedding", also=("multi_worker-2", "multi_worker-4", "central_storage-2", "parameter_server-2"),
     covered_by=("fit-embedding-global-clipnorm", "fit-embedding-eagerly"),
 )(lambda distribute: fit_table(distribute))  # fmt: skip
-contract("fit-embedding-adam", covered_by=("fit-embedding-global-clipnorm", "adam"))(
-    lambda distribute: fit_table(distribute, keras.optimizers.Adam(0.01))
-)
 # The rows of all shares have a known number, and are no lookup that does not depend on the share.
 contract("fit-embedding-eagerly", sizes=(3,), also=("mirrored-2",))(
     lambda distribute: fit_table(distribute, eagerly=True)
@@ -383,13 +354,6 @@ def fit_stack(distribute: Any, *parts: Any) -> Numbers:
     return fitted(compiled(distribute, model=stack(*parts)), *numbers())
 
 
-# It is the same on all ranks and counts once, also if a rank has no examples.
-contract("fit-l2-regularizer", since="3.14", covered_by=("together-losses",))(
-    lambda distribute: fit_stack(
-        distribute, layers.Dense(4, kernel_regularizer=keras.regularizers.L2(0.1)),
-        layers.Dense(1, bias_regularizer="l1"),
-    )
-)  # fmt: skip
 contract("fit-spectral-normalization", covered_by=("fit-layer-state", "exact-batchnorm"))(
     lambda distribute: fit_stack(distribute, layers.SpectralNormalization(layers.Dense(6, "tanh")), layers.Dense(1))
 )
@@ -401,12 +365,6 @@ contract("fit-run-eagerly", sizes=(3,))(
     lambda distribute: fitted(
         compiled(distribute, run_eagerly=True, metrics=["mae"]), *numbers(), validation_data=numbers(9)
     )
-)
-contract("fit-steps-per-execution-1", covered_by=("fit-float64",))(
-    lambda distribute: fitted(compiled(distribute, steps_per_execution=1), dataset())
-)
-contract("fit-steps-per-execution-4", covered_by=("fit-steps-per-execution-not-dividing",))(
-    lambda distribute: fitted(compiled(distribute, steps_per_execution=4), dataset())
 )
 contract("fit-initial-epoch", covered_by=("fit-float64", "evaluate"))(
     lambda distribute: fitted(compiled(distribute), *numbers(), epochs=4, initial_epoch=2)
@@ -432,13 +390,6 @@ def test_tuned(distribute: Any) -> Numbers:
         first = fitted(model, dataset(160, 4), epochs=6, validation_data=dataset(13, 2))
     second = fitted(model, dataset(160, 4).repeat(), epochs=2, steps_per_epoch=37)
     return {"first": first, "second": second, "steps": int(model.optimizer.iterations)}
-
-
-@contract("fit-several-times", covered_by=("fit-float64", "evaluate"))
-def test_several_times(distribute: Any) -> Numbers:
-    model = compiled(distribute, keras.optimizers.Adam(0.01))
-    first, second = fitted(model, *numbers()), fitted(model, *numbers(13))
-    return {"first": first, "second": second, "evaluation": model.evaluate(*numbers(), verbose=0)}
 
 
 # --- `evaluate`, `predict` and single batches ---
@@ -533,9 +484,6 @@ contract("predict-on-batch", covered_by=("predict",))(
 # --- Before `kd.distribute`, and again ---
 
 
-contract("compiled-before", covered_by=("fitted-before",))(
-    lambda distribute: fitted(distribute(compiled(same, keras.optimizers.Adam(0.01))), *numbers())
-)
 
 
 @contract("fitted-before")
@@ -557,12 +505,6 @@ def test_loaded_before(distribute: Any) -> Numbers:
             plain.save("loaded.keras")
     kd.barrier()
     return fitted(distribute(keras.models.load_model("loaded.keras")), *numbers())
-
-
-@contract("distributed-twice", covered_by=("scale-learning-rate", "data-numpy"))
-def test_distributed_twice(distribute: Any) -> Numbers:
-    assert distribute(model := compiled(distribute)) is model
-    return fitted(model, *numbers())
 
 
 @contract("recompiled", covered_by=("fitted-before",))
