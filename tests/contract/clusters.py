@@ -80,7 +80,7 @@ REFUSED: dict[str, dict[str, str]] = {
         ),
         **dict.fromkeys(
             (
-                "once-numpy", "loss-none", "loss-one-number", "loss-scalar-function",
+                "loss-none", "loss-one-number", "loss-scalar-function",
                 "loss-of-the-model",
                 "loss-add-loss", "loss-regularizers", "loss-by-hand", "metrics-own",
                 "metrics-in-layer", "gather-last-batch", "evaluate-layer-state",
@@ -145,7 +145,6 @@ NOT_TESTED: dict[str, dict[str, str]] = {
 _DRAWS = "`tf.random` draws other numbers on each replica."
 NOT_VERIFIED: dict[str, str] = {
     "fit-random-functions": _DRAWS,
-    "once-numpy": "What a step does in Python, it does once more when it is tried out.",
     **dict.fromkeys(("refuses-metric-that-does-not-add-up", "differs-constants"), "It is found before it is refused."),
 }
 

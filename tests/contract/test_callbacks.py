@@ -55,11 +55,6 @@ contract("model-checkpoint-best-weights", covered_by=("callbacks",))(
         distribute, "best.weights.h5", keras.optimizers.SGD(0.7), 4, save_best_only=True, save_weights_only=True
     )
 )
-contract("model-checkpoint-weights", covered_by=("callbacks",))(
-    lambda distribute: checkpointed(
-        distribute, "{epoch}-{val_loss:.3f}.weights.h5", keras.optimizers.Adam(0.01), 3, save_weights_only=True
-    )
-)
 contract("model-checkpoint-between-batches")(
     lambda distribute: checkpointed(distribute, "{epoch}-{batch}.keras", save_freq=3)
 )
@@ -93,22 +88,6 @@ def events(folder: str) -> Numbers:
     return values
 
 
-@contract("chief-only-learning-rate", sizes=(3,), covered_by=("stops-different-learning-rates",))
-def test_chief_only_learning_rate(distribute: Any) -> Numbers:
-    """Halves the rate several times."""
-    plateau = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.5)
-    model = compiled(distribute, keras.optimizers.SGD(0.5))
-    result = fitted(model, *numbers(), epochs=5, callbacks=[kd.callbacks.ChiefOnly(plateau)])
-    assert float(model.optimizer.learning_rate) < 0.2
-    return {**result, "rate": model.optimizer.learning_rate}
-
-
-contract("learning-rate-scheduler", covered_by=("stops-different-learning-rates",))(
-    lambda distribute: fitted(
-        compiled(distribute), *numbers(), epochs=3,
-        callbacks=[keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5 if epoch else rate)],
-    )
-)  # fmt: skip
 
 
 def interrupted_once(run: Callable[..., Any]) -> tuple[Any, Any]:

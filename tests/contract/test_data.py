@@ -64,9 +64,6 @@ add("data-validation-split", numbers, ("together-data",), {"validation_split": 0
 contract("data-last-batch-smaller-than-ranks", sizes=(3, 4))(
     lambda distribute: fitted(compiled(distribute, metrics=["mae"]), *numbers(BATCH + 1), shuffle=False)
 )
-contract("data-validation-data", covered_by=("together-data",))(
-    lambda distribute: fitted(compiled(distribute, metrics=["mae"]), *numbers(), validation_data=numbers(11))
-)
 contract("data-validation-dataset", covered_by=("together-data", "evaluate"))(
     lambda distribute: fitted(
         compiled(distribute, metrics=["mae"]), dataset(), epochs=4, validation_data=dataset(11, 3), validation_freq=2
@@ -114,16 +111,6 @@ def test_augmented(distribute: Any) -> Numbers:
     return trained
 
 
-@contract("data-dict-inputs", covered_by=("together-data",))
-def test_dict_inputs(distribute: Any) -> Numbers:
-    left, right = keras.Input([2], name="left"), keras.Input([2], name="right")
-    outputs = {"value": layers.Dense(1, name="value")(layers.Concatenate()([left, right]))}
-    model = compiled(distribute, model=keras.Model({"left": left, "right": right}, outputs))
-    x, y = numbers()
-    inputs = {"left": x[:, :2], "right": x[:, 2:]}
-    return used(model, inputs, {"value": y}, batch_size=BATCH)
-
-
 @contract("data-tuple-inputs", covered_by=("together-data",))
 def test_tuple_inputs(distribute: Any) -> Numbers:
     left, right = keras.Input([2]), keras.Input([2])
@@ -140,15 +127,6 @@ contract("data-sample-weight", sizes=(3,), covered_by=("together-data", "togethe
         sample_weight=np.linspace(0, 2, COUNT),
     )
 )  # fmt: skip
-
-
-@contract("data-integers-and-strings", covered_by=("together-data",))
-def test_integers_and_strings(distribute: Any) -> Numbers:
-    words = np.asarray(["a", "b", "c", "d", "e"] * 5)
-    model = keras.Sequential([layers.Embedding(6, 2), layers.Flatten(), layers.Dense(1)])
-    lookup = layers.StringLookup(vocabulary=["a", "b", "c", "d", "e"])
-    data = tf.data.Dataset.from_tensor_slices((words[:, None], numbers()[1])).batch(BATCH)
-    return fitted(compiled(distribute, model=model), data.map(lambda x, y: (lookup(x), y)))
 
 
 def averaged_words() -> keras.Model:
@@ -183,39 +161,6 @@ class TimesSeen(keras.metrics.Metric):
 
     def result(self) -> Any:
         return tf.reduce_sum(tf.abs(self.times - 1))
-
-
-class NotingModel(keras.Sequential):
-    def note(self, labels: Any) -> None:
-        self.noted.extend(np.ravel(labels).tolist())
-
-    def train_step(self, data: Any) -> Any:
-        tf.py_function(self.note, [data[1]], [])
-        return super().train_step(data)
-
-
-def every_example_once(results: list[Numbers], golden: Numbers, size: int) -> None:
-    """The ranks' shares of two epochs together are the dataset twice, without the reduction of metrics."""
-    assert results[0]["unlike_once"] == [0.0, 0.0]
-    noted = np.sort(np.concatenate([result["own_noted"] for result in results]))
-    np.testing.assert_array_equal(noted, np.sort(golden["own_noted"]))
-    np.testing.assert_array_equal(noted, np.repeat(np.arange(len(noted) // 2), 2))
-    assert min(len(result["own_noted"]) for result in results) > len(noted) // (2 * size)
-
-
-@contract(
-    "once-numpy", float32=True, tolerance=FLOAT32, sizes=(3, 4), verify=every_example_once,
-    covered_by=("data-numpy", "once-small-batches"),
-)  # fmt: skip
-def test_once_numpy(distribute: Any) -> Numbers:
-    """32 examples in batches of 9: the last one has 5."""
-    model, metric = NotingModel([keras.Input([1]), layers.Dense(1)]), TimesSeen(32)
-    # Bypasses Keras's tracking, which would wrap the list.
-    object.__setattr__(model, "noted", [])
-    compiled(distribute, keras.optimizers.SGD(1e-4), model=model, metrics=[metric])
-    indices = np.arange(32, dtype="float32")[:, None]
-    history = model.fit(indices, indices, 9, epochs=2, verbose=0).history
-    return {"unlike_once": history["unlike_once"], "times": metric.times.value, "own_noted": np.asarray(model.noted)}
 
 
 @contract("once-small-batches", float32=True, tolerance=FLOAT32, sizes=(3, 4), also=("serial-1",))

@@ -42,15 +42,6 @@ def fit_model(distribute: Distribute, model: keras.Model, optimizer: Any = None,
     return fitted(compiled(distribute, optimizer, model=model), *numbers(), **options)
 
 
-@contract("fit-nested", covered_by=("together-losses",))
-def test_nested(distribute: Distribute) -> Numbers:
-    inputs, outer = keras.Input([FEATURES]), keras.Input([FEATURES])
-    inner = keras.Model(inputs, layers.Dense(5, "tanh")(inputs) * 0.5)
-    middle = keras.Sequential([inner, layers.Dense(3, kernel_regularizer="l2")])
-    model = keras.Model(outer, mlp()(outer) + middle(outer))
-    return {**fit_model(distribute, model, keras.optimizers.Adam(0.01)), "inner": inner.get_weights()}
-
-
 class Unregistered(Linear):
     def get_config(self) -> dict[str, Any]:
         return {}
