@@ -120,7 +120,7 @@ test-keras: $(KERAS_VENV)/.installed ## Run what depends on Keras with another o
 # The seams, and cases that go through each of them. `KERAS_TESTS=tests/contract` for all cases.
 KERAS_TESTS ?= tests/unit/test_keras_compat.py tests/unit/test_keras_replicas.py tests/unit/test_downloads.py \
   tests/contract/test_training.py tests/contract/test_callbacks.py tests/contract/test_losses.py \
-  tests/contract/test_commits.py
+  tests/contract/test_files.py
 
 .PHONY: test-integrations
 test-integrations: $(VENV)-integrations/.installed ## Train with KerasHub, KerasRS, mlflow, scikit-learn's wrapper, Ray (about 5 minutes)

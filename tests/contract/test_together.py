@@ -26,10 +26,9 @@ from tests.contract.parts import (
     predictions,
     stack,
 )
-from tests.contract.test_callbacks import WithRate, events
+from tests.contract.test_callbacks import WithRate, events, only_the_chief_shows_progress, with_bars
 from tests.contract.test_losses import ActivityRegularization, Penalized, weights
 from tests.contract.test_models import Parts, Smoothed, Watched
-from tests.contract.test_more_callbacks import only_the_chief_shows_progress, with_bars
 
 
 @contract("together-losses", of=NOT_TPU)
