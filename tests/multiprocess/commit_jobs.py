@@ -128,17 +128,6 @@ def _found(work: Path) -> Iterator[Any]:
     yield sorted(os.listdir(work))
 
 
-def full(folder: str) -> None:
-    """Writes ever larger commits into a folder with little space. Prints what was found after each."""
-    commits = Commits(folder, keep=1)
-    last = None
-    for number in range(0, 202, 2):
-        error = _error_of(commits, number, size=8000 + 512 * number)
-        last = last if error else number
-        found = [name for name in sorted(os.listdir(folder)) if name != ".writer"]
-        print(json.dumps([error, found, last, checked(commits.newest())]), flush=True)
-
-
 def permission(folder: str) -> None:
     """Loses the permission to write, then to read. Prints the error of each."""
     write(Commits(Path(folder) / "first"), 0)  # imports all that nobody may not read

@@ -19,7 +19,7 @@ import pytest
 from keras_dist.errors import ConfigurationError
 from keras_dist.state.commits import Commits
 from tests.multiprocess.commit_jobs import checked, write
-from tests.multiprocess.launches import ROOT, small_disk
+from tests.multiprocess.launches import ROOT
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.timed]
 
@@ -116,19 +116,6 @@ def test_a_child_that_was_forked_does_not_keep_the_lock(tmp_path: Path) -> None:
         )
         output.read()
     assert checked(commits.newest()) == 2
-
-
-def test_a_full_disk_leaves_the_last_commit(tmp_path: Path) -> None:
-    folder = tmp_path / "full"
-    with small_disk(folder, "64k"):
-        results = printed("full", folder)
-    errors = [error for error, *_ in results]
-    assert errors[0] is None
-    assert errors[-1] is not None
-    for error, found, last, newest in results:
-        name = f"commit-{last // 2:012d}"
-        assert (found, newest) == ([name], last)
-        assert error in (None, ["No space left on device", NOT_WRITTEN.format(folder, f"{folder}/{name}")])
 
 
 def test_a_lost_permission() -> None:

@@ -283,14 +283,6 @@ def test_a_standing_cluster_on_two_hosts(commands: Commands, weights_of_one_proc
     assert [code for code, _, _ in finish(*served)] == [130] * 3
 
 
-@pytest.mark.full
-@OTHER_INTERFACES
-def test_horovodrun_refuses_hosts_whose_interfaces_have_other_names(launch: Start) -> None:
-    ((code, out, err),) = finish(*launch("horovodrun", TRAIN))
-    assert code != 0
-    assert "every host to have at least one routable network interface with the same name" in out + err
-
-
 COMMITTED = f"""
 {SMALL_MODEL}
 class FailOnce(keras.callbacks.Callback):

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import subprocess
 import sys
-import sysconfig
 import time
 from pathlib import Path
 
 import pytest
 
 from keras_dist import environment
-from keras_dist.horovod_build.build import (
-    PATCHES,
-    BuildOptions,
-    HorovodBuildError,
-    WheelCache,
-    fetch_source,
-    fetch_tools,
-    installed_sha256,
-    installed_tensorflow,
-    smoke_test,
-    wheel_name,
-)
+from keras_dist.horovod_build.build import HorovodBuildError, smoke_test
 from keras_dist.launcher.cluster import HorovodCluster
 from tests.limits import limit
 from tests.multiprocess.launches import ROOT, Commands, finished, run
@@ -57,45 +44,6 @@ def test_a_withheld_tensor_ends_by_the_stall_inspector_which_names_the_rank(comm
     assert "Missing ranks:\n1: [withheld]\n" in err
     assert 'One or more rank (marked by "!") is stalled for longer than 2 seconds. Will shutdown.' in err
     assert "Horovod has been shut down" in out.partition("ENDED")[2]
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.full  # CI's set-up does it
-def test_the_real_source_is_fetched_and_corrected(tmp_path: Path) -> None:
-    try:
-        environ = fetch_tools(tmp_path / "tools", environment.current())
-        source = fetch_source(tmp_path / "source", environ)
-    except HorovodBuildError as error:
-        if "could not fetch" in error.problem:
-            pytest.skip(f"no network: {error.received}")
-        raise
-    for patch in PATCHES:
-        text = (source / patch.path).read_text()
-        # Some only add lines.
-        assert (text.count(patch.after), text.count(patch.before)) == (1, patch.after.count(patch.before))
-
-
-@pytest.mark.timeout(180)
-@pytest.mark.full  # its parts: test_horovod_build; the test of what was built: CI's set-up
-def test_the_second_install_takes_seconds(tmp_path: Path) -> None:
-    tensorflow = installed_tensorflow()
-    assert tensorflow is not None
-    name = wheel_name(tensorflow, BuildOptions(), environment.current())
-    wheel = WheelCache(environment.cache_folder() / "horovod", name, environment.state_folder() / "horovod").find()
-    if wheel is None:
-        pytest.skip("no wheel in the cache yet: `keras-dist install-horovod` puts one there")
-    python = environment_beside_ours(tmp_path / "venv")
-    # No compiler is on this PATH: what comes from the cache needs none.
-    first = install_horovod(python, PATH=str(python.parent))
-    assert f"taken from the cache, {wheel}" in first
-    # It sees our own packages too: Horovod may be there, from this very wheel (after `make setup`) or from another.
-    is_ours = installed_sha256() == hashlib.sha256(wheel.read_bytes()).hexdigest()
-    assert f"{'Already installed' if is_ours else 'Installed'}: {tmp_path / 'venv'}" in first
-    start = time.monotonic()
-    second = install_horovod(python, PATH=str(python.parent))
-    assert time.monotonic() - start < 60  # two starts of TensorFlow; a build takes minutes
-    assert f"Already installed: {tmp_path / 'venv'}" in second
-    assert "Tested: an all-reduce of 2 processes gave the right sum" in second
 
 
 @pytest.mark.timeout(60)
@@ -138,15 +86,6 @@ def test_another_python_or_tensorflow(tmp_path: Path, python: str, tensorflow: s
         done = subprocess.run([*selftest, backend], capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "ok      training: " in done.stdout
-
-
-def environment_beside_ours(directory: Path) -> Path:
-    """Returns the Python of a new environment that sees our packages, so that nothing is installed into ours."""
-    subprocess.run([sys.executable, "-m", "venv", str(directory)], check=True)
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    paths = [sysconfig.get_path("purelib"), str(ROOT)]
-    (directory / "lib" / version / "site-packages" / "ours.pth").write_text("\n".join(paths) + "\n")
-    return directory / "bin" / "python"
 
 
 def install_horovod(python: Path, **variables: str) -> str:

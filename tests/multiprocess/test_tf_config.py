@@ -15,7 +15,6 @@ from keras_dist.backends import choose
 from keras_dist.comm.backend import Rendezvous
 from keras_dist.environment import detect_launch
 from keras_dist.errors import ConfigurationError
-from keras_dist.launcher.cluster import MultiWorkerCluster, ParameterServerCluster
 from keras_dist.launcher.nodes import free_ports
 from tests.limits import limit
 from tests.multiprocess.launches import (
@@ -123,17 +122,6 @@ def test_horovods_launchers_come_first() -> None:
     launch = detect_launch({**tf_config({"worker": [A, B]}, "worker", 0), **horovod})
     assert launch is not None
     assert launch.workers == ()
-
-
-def test_our_clusters_are_such() -> None:
-    with MultiWorkerCluster(2, {}) as cluster:
-        launch = detect_launch(cluster.environment(0))
-    assert launch is not None
-    assert (launch.rendezvous, len(set(launch.workers))) == (("127.0.0.1", cluster.nodes[0].port), 2)
-    with ParameterServerCluster(2, {"HOME": "/home"}, servers=3) as served:
-        launches = [detect_launch(served.environment(rank)) for rank in range(served.size)]
-    tasks = [launch.task for launch in launches if launch is not None]
-    assert tasks == [("chief", 0), ("worker", 0), ("worker", 1), ("ps", 0), ("ps", 1), ("ps", 2)]
 
 
 def test_the_store_keeps_texts() -> None:
