@@ -118,14 +118,13 @@ test-keras: $(KERAS_VENV)/.installed ## Run what depends on Keras with another o
 	@rm -rf runs/keras-$(KERAS)
 	$(KERAS_VENV)/bin/python -m tests.suite test --jobs $(JOBS) --results runs/keras-$(KERAS) $(KERAS_TESTS) $(ARGS)
 # The seams, and cases that go through each of them. `KERAS_TESTS=tests/contract` for all cases.
-KERAS_TESTS ?= tests/unit/test_keras_compat.py tests/unit/test_keras_replicas.py tests/unit/test_downloads.py \
+KERAS_TESTS ?= tests/unit/test_keras_compat.py tests/unit/test_downloads.py \
   tests/contract/test_training.py tests/contract/test_callbacks.py tests/contract/test_losses.py \
   tests/contract/test_files.py
 
 .PHONY: test-integrations
 test-integrations: $(VENV)-integrations/.installed ## Train with KerasHub, KerasRS, mlflow, scikit-learn's wrapper, Ray (about 5 minutes)
-	$(VENV)-integrations/bin/python -m pytest -n 0 -m full tests/multiprocess/test_integrations.py \
-	  tests/multiprocess/test_ray.py $(ARGS)
+	$(VENV)-integrations/bin/python -m pytest -n 0 -m full tests/multiprocess/test_integrations.py $(ARGS)
 
 .PHONY: lint
 lint: $(INSTALLED) ## Check style and types only

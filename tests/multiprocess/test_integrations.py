@@ -1,14 +1,17 @@
-"""Libraries on top of Keras give the numbers of one process: `make test-integrations` installs them."""
+"""Libraries on top of Keras, and Ray Train, give the numbers of one process: `make test-integrations` installs them."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.multiprocess.launches import ROOT, SCRIPTS, assert_close, output_of
+from tests.multiprocess.launches import EXAMPLES, ROOT, SCRIPTS, assert_close, found, output_of, run
 
 CASES = (
     "text_classifier", "masked_language_model", "causal_language_model", "lora", "retrieval", "ranking", "scikit_learn",
@@ -42,3 +45,49 @@ def test_it_has_the_numbers_of_one_process(case: str, engine: str, results: dict
     if case not in results["serial"]:
         pytest.skip("a library is not installed: make test-integrations")
     assert_close(results[engine][case], results["serial"][case], rtol=1e-4, atol=1e-4)
+
+
+PATHS = f"{ROOT}:{EXAMPLES}"
+NEEDS_RAY = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="Ray is not installed: make test-integrations"
+)
+
+
+def expected(folder: Path) -> tuple[str, str]:
+    """Returns loss and accuracy of the same training in one process."""
+    printed = output_of(sys.executable, EXAMPLES / "multi_worker.py", folder=folder, PYTHONPATH=PATHS)
+    loss, accuracy = re.findall(r"loss ([\d.]+), accuracy ([\d.]+)", printed)[-1]
+    return loss, accuracy
+
+
+@NEEDS_RAY
+def test_the_example_of_ray_train(tmp_path: Path) -> None:
+    printed = output_of(sys.executable, EXAMPLES / "ray_train.py", folder=tmp_path, PYTHONPATH=PATHS)
+    line = re.search(r"^loss ([\d.]+), accuracy ([\d.]+): (.*)$", printed, re.MULTILINE)
+    assert line is not None, printed
+    assert line.groups()[:2] == expected(tmp_path)
+    assert Path(line[3], "digits.keras").exists()
+
+
+@NEEDS_RAY
+def test_the_workers_of_horovod_under_ray(tmp_path: Path) -> None:
+    pytest.importorskip("horovod")
+    script = SCRIPTS / "ray_horovod.py"
+    done = run(sys.executable, script, EXAMPLES / "multi_worker.py", folder=tmp_path, PYTHONPATH=PATHS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "keras_dist: horovod (2 ranks, " in done.stdout + done.stderr
+    for metrics in found(done.stdout):
+        assert metrics["size"] == 2
+        assert (f"{metrics['loss']:.6f}", f"{metrics['accuracy']:.4f}") == expected(tmp_path)
+
+
+@NEEDS_RAY
+@pytest.mark.parametrize("how", ["kill", "raise"])
+def test_a_worker_fails_on_one_of_two_nodes(tmp_path: Path, how: str) -> None:
+    script = SCRIPTS / "ray_killed.py"
+    done = run(sys.executable, script, tmp_path, "70", how, folder=tmp_path, PYTHONPATH=PATHS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "killed").exists()
+    assert re.search(r"resumes after step [67]0 \(epoch 3, batch", done.stderr), done.stderr  # Ray shows it
+    metrics = found(done.stdout)
+    assert (f"{metrics['loss']:.6f}", f"{metrics['accuracy']:.4f}") == expected(tmp_path)
