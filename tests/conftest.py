@@ -114,7 +114,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         paths = [str(ROOT / "tests/quick_start"), str(ROOT), os.environ.get("PYTHONPATH", "")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    config.addinivalue_line("markers", "row(id, ...): the promised case of tests/contract/rows.py that it proves")
+    config.addinivalue_line("markers", "row(id, ...): the promised case that it proves")
     is_first = not hasattr(config, "workerinput")  # not one of the processes of `-n 2`
     folder: Path | None = config.getoption("--results") if is_first else None
     config.pluginmanager.register(Recorder(folder, config.getoption("--shard")))

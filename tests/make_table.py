@@ -1,5 +1,5 @@
-"""Writes pages of the manual from the results of a run: the promised cases (`make table`), the faults (`make faults`),
-the runs that resumed after a fault (`make chaos`). A page is written if the run has results for it.
+"""Writes the tables of pages of the manual from the results of a run: the promised cases (`make table`), the faults
+(`make faults`), the runs that resumed after a fault (`make chaos`). A table is written if the run has results for it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from keras_dist.backends import BACKENDS
 from tests import fault_table
-from tests.contract.rows import GROUPS
+from tests.contract import rows
 from tests.results import environment_of, parts, read
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -24,57 +24,19 @@ _SIGNALS = {
 }
 _COLUMNS = ("serial", *(backend for backend in BACKENDS if backend != "serial"))
 _SIGNS = {"passed": "✓", "failed": "✗", "skipped": "–"}
-PROMISED_CASES = """\
-# The promised cases
-
-Each row is a test that compares the result with plain Keras in one process: weights, history and predictions. A cell
-shows on how many processes the case passed (for mirrored and central_storage: on how many devices; for
-parameter_server: on how many workers; 4 for multi_worker: on 2 processes with 2 devices each). `–` means that the
-backend refuses the case by name, or has no such option; the test checks that refusal. `not run` means that the run did
-not include the case. The tpu column is TPU cores that were emulated on the CPU.
-
-`make table` runs all cases, or takes the results of `make test-full`, and writes this page from them and from
-`tests/contract/rows.py`. [What is proven](../README.md#what-is-proven) says what no test covers.
-"""
-FAULTS = """\
-# The table of faults
-
-Each row is a test that lets a fault happen to a real job. [When something fails](reliability.md) says what it means.
-
-Something happens to rank 1 in the second epoch, and with parameter servers to the second worker (rank 2 of the job) or,
-if the script does it, to the coordinator (rank 0). Only the chief, rank 0, saves: the faults of a disk happen to it.
-"Ends after" is the time from the fault to the end of the last process, on a machine that did other work too. The time
-limits for an answer are 4 s in the tests. After a pause, and where training continues, it includes the rest of the
-training.
-
-`make faults` runs all of this and writes this page: 26 minutes on two cores that did other work too. `make test` runs
-one row and CI eight more, with longer time limits: other programs may run beside them.
-"""
-SCHEDULES = """\
-# What survives what
-
-Trainings of 52 batches that commit after every third batch, killed at seeded random moments, one or two faults each:
-one rank or all, while a commit is written or later. Each is started again by the same command, and its weights,
-optimizer, history, CSV file and TensorBoard events are compared with those of a run that nobody has disturbed: they are
-equal, bit for bit. "Batches computed again" is what was lost: a commit that was not complete yet, and the batches since
-the last one. "Until the next batch" is the time from the last batch before the fault to the first one after it, on a
-busy machine, so most of it is the import of TensorFlow. A seed that `make chaos` prints repeats its schedule.
-
-`make chaos` writes this page. [When something fails](reliability.md) says how to start again.
-"""
 
 
 def promised_cases(results: Mapping[str, Any]) -> str:
     """Returns the page with a row per promised case, a column per registered backend."""
     lines = [f"{_versions(results)} A cell shows on how many processes the case passed.", ""]
     lines += [f"| | {' | '.join(_COLUMNS)} | id |", f"|---{'|:---:' * len(_COLUMNS)}|---|"]
-    for title, group in GROUPS.items():
+    for title, group in rows.GROUPS.items():
         lines.append(f"| **{title}** |{' |' * len(_COLUMNS)} |")
         for row, text in group.items():
             outcomes = results["rows"].get(row, {})
             cells = [cell(outcomes.get(backend, {})) for backend in _COLUMNS]
             lines.append(f"| {text} | {' | '.join(cells)} | `{row}` |")
-    return page(PROMISED_CASES, lines)
+    return page("rows", lines)
 
 
 def faults(results: Mapping[str, Any]) -> str:
@@ -86,7 +48,7 @@ def faults(results: Mapping[str, Any]) -> str:
         for fault, text in fault_table.FAULTS.items():
             found = results["faults"].get(f"{job}-{fault}", {})
             lines.append(f"| {text} | {' | '.join(fault_cells(job, fault, found))} | `{job}-{fault}` |")
-    return page(FAULTS, lines)
+    return page("faults", lines)
 
 
 def fault_cells(job: str, fault: str, found: Mapping[str, Any]) -> list[str]:
@@ -124,17 +86,19 @@ def schedules(results: Mapping[str, Any]) -> str:
                 seconds = statistics.median(fault["seconds"] for fault in found)
                 cells = f"{len(found)} | {again[0]} to {again[-1]} | {seconds:.0f} s"
                 lines.append(f"| {backend} | {text} | {cells} |")
-    return page(SCHEDULES, lines)
+    return page("schedules", lines)
 
 
 PAGES = {
-    "rows": (DOCS / "promised_cases.md", promised_cases),
+    "rows": (rows.PAGE, promised_cases),
     "faults": (DOCS / "faults.md", faults),
     "schedules": (DOCS / "survival.md", schedules),
 }
 
 
-def page(introduction: str, lines: list[str]) -> str:
+def page(part: str, lines: list[str]) -> str:
+    """Returns a page with the introduction that somebody has written, which ends before the versions."""
+    introduction, _, _ = PAGES[part][0].read_text().partition("\nPython ")
     return "\n".join([introduction, *lines, ""])
 
 

@@ -62,7 +62,7 @@ def contract(
     """Makes a case a test on every registered backend.
 
     Args:
-        row: Id in `rows.py`.
+        row: Its id in docs/promised_cases.md.
         tolerance: Relative and absolute tolerance of the comparison with the plain process.
         sizes: Numbers of ranks to test besides the usual ones.
         also: Clusters on which `make test` tests the case besides `"horovod-2"`, such as `"mirrored-2"`: those where it
