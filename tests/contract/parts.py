@@ -323,6 +323,7 @@ def trained_on_shares(
     epochs: int = 2,
     seed_offset: int = 0,
     processes: int | None = None,
+    wire: Any = None,
 ) -> dict[str, Any]:
     """Trains on the sum of the gradients of the shares' weighted losses, and averages their statistics.
 
@@ -337,6 +338,7 @@ def trained_on_shares(
         epochs: Number of epochs.
         seed_offset: Difference between the seeds of consecutive ranks.
         processes: Number of processes, each with as many of the replicas; `None`: each replica has its own.
+        wire: To which type the gradients of a share are rounded, and their sum.
     """
     x, y = data
 
@@ -353,7 +355,7 @@ def trained_on_shares(
     for _ in range(epochs):
         for start in range(0, len(x), BATCH):
             batch = x[start : start + BATCH], y[start : start + BATCH]
-            _step_on_shares(model, gradients_of, batch, collected, statistics, seeds, seed_offset)
+            _step_on_shares(model, gradients_of, batch, collected, statistics, seeds, seed_offset, wire)
             counts = [-np.subtract(*share_bounds(len(batch[0]), rank, size)) for rank in range(size)]
             replicas = size // (processes or size)
             for first in range(0, size, replicas):
@@ -366,8 +368,9 @@ def trained_on_shares(
 
 
 def _step_on_shares(
-    model: keras.Model, gradients_of: Any, batch: Any, collected: Any, statistics: Any, seeds: Any, seed_offset: int
-) -> None:
+    model: keras.Model, gradients_of: Any, batch: Any, collected: Any, statistics: Any, seeds: Any, seed_offset: int,
+    wire: Any,
+) -> None:  # fmt: skip
     """Updates the `statistics` of each rank in place. An empty share does not change them."""
     (x, y), size, variables = batch, len(statistics), model.trainable_variables
     gradients = [np.zeros(v.shape, "float64") for v in variables]
@@ -380,11 +383,16 @@ def _step_on_shares(
         _assign(seeds, [_shifted(value, rank * seed_offset) for value in seeds_before])
         weight = tf.constant((stop - start) / len(x), tf.float64)
         for index, gradient in enumerate(gradients_of(tf.constant(x[start:stop]), tf.constant(y[start:stop]), weight)):
-            gradients[index] = gradients[index] + np.asarray(gradient, "float64")
+            gradients[index] = gradients[index] + _rounded(gradient, wire)
         statistics[rank] = _values(collected)
         seeds_after = [_shifted(value, -rank * seed_offset) for value in _values(seeds)]
     _assign(seeds, seeds_after)
-    model.optimizer.apply([tf.constant(g, v.dtype) for g, v in zip(gradients, variables, strict=True)], variables)
+    sums = [tf.constant(_rounded(sum_, wire), v.dtype) for sum_, v in zip(gradients, variables, strict=True)]
+    model.optimizer.apply(sums, variables)
+
+
+def _rounded(gradient: Any, wire: Any) -> np.ndarray:
+    return np.asarray(gradient if wire is None else tf.cast(gradient, wire), "float64")
 
 
 def _shifted(seed: np.ndarray, offset: int) -> np.ndarray:

@@ -16,7 +16,6 @@ from keras import layers, optimizers
 
 import keras_dist as kd
 from keras_dist.cluster import current_backend
-from keras_dist.data.shares import share_bounds
 from keras_dist.step import optimizer as step_optimizer
 from tests.contract.harness import FLOAT32, FLOAT32_ADAM, FLOAT64, Numbers, asking, contract, same
 from tests.contract.parts import (
@@ -33,9 +32,11 @@ from tests.contract.parts import (
     numbers,
     some,
     stack,
+    trained_on_shares,
 )
 from tests.contract.test_exact import draw
 from tests.contract.test_models import Towers
+from tests.contract.test_training import mean_squared_error
 
 MAKERS = {
     "sgd": lambda **options: optimizers.SGD(0.2, **options),
@@ -359,34 +360,11 @@ def over_wire(compression: str, model: keras.Model, distribute: Distribute) -> k
 
 def compressed_of_shares(compression: str, size: int) -> Numbers:
     """Rounds each share's weighted gradient, and their sum."""
-    wire = {"fp16": tf.float16, "bf16": tf.bfloat16}[compression]
     uncompressed = fitted(compiled(same), *numbers(), shuffle=False, epochs=EPOCHS)["weights"]
     keras.utils.set_random_seed(0)
-    model = compiled(same)
-    variables = [variable.value for variable in model.trainable_variables]
-    x, y = numbers()
-    for start in list(range(0, len(x), BATCH)) * EPOCHS:
-        rows = x[start : start + BATCH], y[start : start + BATCH]
-        parts = [_share_gradients(model, variables, rows, rank, size, wire) for rank in range(size)]
-        sums = [sum(gradients[1:], gradients[0]) for gradients in zip(*parts, strict=True)]
-        if size > 1:
-            sums = [tf.cast(tf.cast(total, wire), tf.float64) for total in sums]
-        model.optimizer.apply(sums, model.trainable_variables)
-    return {"weights": model.get_weights(), "own_uncompressed": uncompressed}
-
-
-def _share_gradients(model: Any, variables: Any, rows: Any, rank: int, size: int, wire: Any) -> list[Any]:
-    """Returns what a rank sends: float16 is summed as it is, bfloat16 in float32."""
-    x, y = rows
-    start, stop = share_bounds(len(x), rank, size)
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_sum(tf.square(model(x[start:stop]) - y[start:stop])) / len(x)
-    gradients = tape.gradient(loss, variables)
-    if size == 1:
-        return gradients
-    if wire == tf.bfloat16:
-        return [tf.cast(tf.cast(tf.cast(value, tf.float32), wire), tf.float32) for value in gradients]
-    return [tf.cast(value, wire) for value in gradients]
+    wire = {"fp16": tf.float16, "bf16": tf.bfloat16}[compression] if size > 1 else None
+    result = trained_on_shares(compiled(same), mean_squared_error, numbers(), size, EPOCHS, wire=wire)
+    return {**result, "own_uncompressed": uncompressed}
 
 
 def add_compression(compression: str, difference: float) -> None:
