@@ -96,7 +96,7 @@ REFUSED: dict[str, dict[str, str]] = {
             ("fit-overridden", "per-replica-ragged", "data-ragged", "data-sparse", "data-scipy-sparse"), _FIXED_SHAPES
         ),
         **dict.fromkeys(
-            ("data-other-lengths", "fit-simclr", "data-tf-unknown-size", "data-first-batch-odd", "once-small-batches",
+            ("data-other-lengths", "data-tf-unknown-size", "data-first-batch-odd", "once-small-batches",
              "loop"),
             "A TPU needs batches of a known size.",
         ),

@@ -19,7 +19,6 @@ from tests.contract.parts import (
     Linear,
     compiled,
     dataset,
-    descend,
     examples,
     fitted,
     numbers,
@@ -174,66 +173,6 @@ def test_once_small_batches(distribute: Any) -> Numbers:
 
 
 # --- Batches whose tensors have different lengths: nobody knows which rows belong together, so they are not cut ---
-
-
-class SimClr(keras.Model):
-    """The model of Keras's example `semisupervised_simclr`: no `call`, an encoder that is built by the first step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layers = keras.layers
-        self.encoder = keras.Sequential([layers.Dense(6, "tanh"), layers.BatchNormalization(), layers.Dense(4)])
-        self.projection, self.probe = (keras.Sequential([keras.Input([4]), layers.Dense(3)]) for _ in range(2))
-
-    def compile(self, contrastive: Any, probe: Any) -> None:
-        super().compile()
-        self.contrastive_optimizer, self.probe_optimizer = contrastive, probe
-        self.probe_loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        self.contrastive_tracker = keras.metrics.Mean(name="c_loss")
-        self.probe_tracker = keras.metrics.Mean(name="p_loss")
-        self.probe_accuracy = keras.metrics.SparseCategoricalAccuracy(name="p_acc")
-        self.seen = keras.metrics.Sum(name="seen")
-
-    @property
-    def metrics(self) -> list[Any]:
-        return [self.contrastive_tracker, self.probe_tracker, self.probe_accuracy, self.seen]
-
-    def train_step(self, data: Any) -> Any:
-        (unlabeled, _), (labeled, labels) = data
-        x = tf.concat([unlabeled, labeled], 0)
-        with tf.GradientTape() as tape:
-            views = [self.projection(self.encoder(view, training=True)) for view in (x, x[:, ::-1])]
-            numbers, similarities = tf.range(tf.shape(x)[0]), tf.matmul(*views, transpose_b=True)
-            loss = keras.losses.sparse_categorical_crossentropy(numbers, similarities, from_logits=True)
-        weights = self.encoder.trainable_weights + self.projection.trainable_weights
-        self.contrastive_optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
-        self.contrastive_tracker.update_state(loss)
-        self.seen.update_state(tf.shape(x)[0])
-        return self._probe(labeled, labels, trains=True)
-
-    def test_step(self, data: Any) -> Any:
-        return self._probe(*data, trains=False)
-
-    def _probe(self, x: Any, y: Any, trains: bool) -> Any:
-        with tf.GradientTape() as tape:
-            logits = self.probe(self.encoder(x, training=False))
-            loss = self.probe_loss(y, logits)
-        if trains:
-            descend(tape, loss, self.probe, self.probe_optimizer)
-        self.probe_tracker.update_state(loss, sample_weight=tf.shape(x)[0])
-        self.probe_accuracy.update_state(y, logits)
-        return {metric.name: metric.result() for metric in self.metrics}
-
-
-@contract("fit-simclr", sizes=(3,), covered_by=("data-ragged", "data-last-batch-odd", "fit-gan"))
-def test_simclr(distribute: Distribute) -> Numbers:
-    x, y = numbers(33, 3)
-    labels = np.argmax(y, axis=1)
-    unlabeled = tf.data.Dataset.from_tensor_slices((x[:24], labels[:24])).batch(8)
-    labeled = tf.data.Dataset.from_tensor_slices((x[24:], labels[24:])).batch(3)
-    model = distribute(SimClr())
-    model.compile(keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.02))
-    return fitted(model, tf.data.Dataset.zip((unlabeled, labeled)), validation_data=labeled)
 
 
 class Graphs(Linear):

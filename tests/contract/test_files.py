@@ -249,16 +249,6 @@ contract("commit-repeated-dataset", covered_by=("commit-pydataset",))(
         ),
     )
 )  # fmt: skip
-contract("commit-shuffled-dataset", covered_by=("commit-pydataset",))(
-    lambda distribute: interrupted(
-        distribute, (5, 4),
-        lambda callbacks: fitted(
-            compiled(distribute),
-            examples(24).shuffle(24, seed=5).map(lambda x, y: (2 * x, y)).batch(8).prefetch(1),
-            epochs=4, callbacks=callbacks,
-        ),
-    )
-)  # fmt: skip
 
 
 @contract("commit-callbacks", tolerance=FLOAT32_ADAM, covered_by=("commit-pydataset", "commit-stopped-early"))
