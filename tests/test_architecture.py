@@ -252,6 +252,10 @@ def test_files_are_small() -> None:
         *(f"import keras_dist{name}" for name in ("", ".testing", ".launcher.job", ".backends", ".state.commits")),
         "import keras_dist.diagnostics.process",
         "from keras_dist import cli; cli.main(['env'])",
+        *(
+            f"from keras_dist import cli\ntry: cli.main([*{command!r}.split(), '--help'])\nexcept SystemExit: pass"
+            for command in ("", "run", "install-horovod", "commits")
+        ),
     ],
 )
 def test_what_must_not_start_tensorflow(statement: str) -> None:

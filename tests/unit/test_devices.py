@@ -137,13 +137,6 @@ def test_several_gpus_and_no_launcher_are_mirrored(gpus: int, chosen: str, monke
         assert priority.reason == f"{gpus} GPUs on this machine, and no launcher found"
 
 
-def test_a_launched_process_has_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [tf.config.PhysicalDevice(f"/physical_device:GPU:{index}", "GPU") for index in range(2)]
-    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind=None: found if kind == "GPU" else [])
-    launch = Launch(Topology(0, 2, 0, 2), "TF_CONFIG", workers=("localhost:1", "localhost:2"))
-    assert choose(launch)[0].name == "multi_worker"
-
-
 def test_a_tpu_is_found_without_being_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TPU_NAME", "my-tpu")
     backend, priority = choose(None)
