@@ -111,7 +111,7 @@ faults: $(HOROVOD) ## Let each fault happen in a job of each launcher and write 
 
 .PHONY: test-pythons
 test-pythons: $(HOROVOD) ## Build and prove Horovod on other Pythons and TensorFlows (some minutes each)
-	$(PYTEST) -m full tests/multiprocess/test_install_horovod.py $(ARGS)
+	$(PYTEST) -m full tests/multiprocess/test_horovod.py -k another_python $(ARGS)
 
 .PHONY: test-keras
 test-keras: $(KERAS_VENV)/.installed ## Run what depends on Keras with another one, KERAS=3.13.2 (about 4 minutes)

@@ -73,8 +73,7 @@ REFUSED: dict[str, dict[str, str]] = {
             (
                 "data-tfds-shuffle-files", "per-replica-chief", "chief-numpy", "chief-tf", "chief-dict-of-strings",
                 "chief-ragged", "sharded-equal", "sharded-unequal", "sharded-without-data", "sharded-predict",
-                "differs-peeked-at", "differs-one-more-random-op", "differs-unseeded-numpy",
-                "differs-by-rank-and-time", "differs-list-files", "differs-captured",
+                "differs-peeked-at", "differs-by-rank-and-time", "differs-captured",
             ),
             _ONE_READER,
         ),

@@ -211,16 +211,6 @@ def test_tensorboard_batches(distribute: Any) -> Numbers:
     return {**result, "events": written}
 
 
-@contract("tensorboard-embeddings", covered_by=("callbacks",))
-def test_tensorboard_embeddings(distribute: Any) -> Numbers:
-    layers = [keras.Input([1]), keras.layers.Embedding(7, 3), keras.layers.Flatten(), keras.layers.Dense(1)]
-    model, data = keras.Sequential(layers), (np.arange(COUNT)[:, None] % 7, numbers()[1])
-    # Keras writes the projector's configuration to a folder that only `write_graph` creates.
-    result = with_board(distribute, model, data, embeddings_freq=1, embeddings_metadata="words.tsv")
-    saved = weights_in(model, *(f"logs/train/keras_embedding.ckpt-{epoch}.weights.h5" for epoch in (0, 1)))
-    return {**result, "saved": saved, "config": Path("logs/projector_config.pbtxt").read_text()}
-
-
 # --- Other callbacks of Keras ---
 
 

@@ -236,19 +236,6 @@ def peeked_at() -> tf.data.Dataset:
     return data
 
 
-@differs("differs-one-more-random-op", "differs-captured")
-def one_more_random_op() -> tf.data.Dataset:
-    if kd.is_chief():
-        tf.random.normal([1])
-    return batched(examples().shuffle(COUNT))
-
-
-@differs("differs-unseeded-numpy", "differs-captured")
-def unseeded_numpy() -> tf.data.Dataset:
-    x, y = numbers()
-    return batched(tf.data.Dataset.from_tensor_slices((x + np.random.default_rng().normal(size=x.shape), y)))
-
-
 @differs("differs-by-rank-and-time", "differs-captured")
 def by_rank_and_time() -> tf.data.Dataset:
     """One number of one example differs from the other ranks."""
@@ -257,22 +244,12 @@ def by_rank_and_time() -> tf.data.Dataset:
     return batched(tf.data.Dataset.from_tensor_slices((x / 1e9, y)))
 
 
-def of_files(seed: int | None = None) -> tf.data.Dataset:
-    """The records of files that `Dataset.list_files` shuffles."""
-    return batched(tf.data.Dataset.list_files("*.tfrecord", seed=seed).flat_map(tf.data.TFRecordDataset).map(parsed))
-
-
-@differs("differs-list-files", "differs-captured")
-def of_other_files() -> tf.data.Dataset:
-    written([f"{index}.tfrecord" for index in range(4)])
-    return of_files(kd.rank())
-
-
 @contract("data-list-files", covered_by=("together-data", "differs-captured"))
 def test_list_files(distribute: Any) -> Numbers:
     """Shuffled without a seed, but equal, as `kd.init()` gave all ranks the same random state."""
     written([f"{index}.tfrecord" for index in range(4)])
-    return fitted(compiled(distribute), of_files())
+    records = tf.data.Dataset.list_files("*.tfrecord").flat_map(tf.data.TFRecordDataset)
+    return fitted(compiled(distribute), batched(records.map(parsed)))
 
 
 @differs("differs-captured")

@@ -15,16 +15,25 @@ SECONDS = 60
 
 
 class Files:
-    """A server of files. Calls `meanwhile` with the path in the middle of a file, and before an error (404)."""
+    """A server of files. Calls `meanwhile` with the path in the middle of a file, and before an error (404).
 
-    def __init__(self, content: Mapping[str, bytes], meanwhile: Callable[[str], object] = lambda path: None) -> None:
+    Args:
+        content: The files by their paths.
+        meanwhile: The function.
+        header: A name and its value, without which there are no files.
+    """
+
+    def __init__(
+        self, content: Mapping[str, bytes], meanwhile: Callable[[str], object] = lambda path: None,
+        header: tuple[str, str | None] = ("", None),
+    ) -> None:  # fmt: skip
         self.requests: Counter[str] = Counter()
         files = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 files.requests[self.path] += 1
-                if (body := content.get(self.path)) is None:
+                if (body := content.get(self.path)) is None or self.headers.get(header[0]) != header[1]:
                     meanwhile(self.path)
                     self.send_error(404)
                     return

@@ -76,12 +76,6 @@ def test_the_page_shows_all_comparisons_of_a_section_or_says_why_not(
         assert re.findall(r"^\| ([^*|]+?) \| [\d.]+ \|", shown_text, re.MULTILINE) == expected
 
 
-def test_a_row_of_four_contestants_is_the_ratio_of_two_ratios() -> None:
-    row = bench.Row("efficiency over the rival's", ("one", "two", "their one", "their two"))
-    ours, theirs = row.times({"one": [3.0, 6.0], "two": [4.0, 8.0], "their one": [1.0, 1.0], "their two": [2.0, 4.0]})
-    assert Comparison(row.group, "case", ours, theirs).ratios == [0.75 / 0.5, 0.75 / 0.25]
-
-
 @pytest.mark.parametrize("name", models.MODELS)
 def test_the_models_have_the_weights_that_the_page_says(name: str) -> None:
     assert models.keras_model(name).count_params() == models.WEIGHTS[name]

@@ -124,20 +124,6 @@ def test_the_same_seed_draws_alike() -> None:
     assert found[0] == found[1] != found[2]
 
 
-def test_what_has_a_seed_is_as_before() -> None:
-    def seeded() -> list[int]:
-        return [*map(int, Dataset.range(20).shuffle(20, seed=3))]
-
-    plain = seeded()
-    keras_random.draw_alike(5)
-    assert seeded() == plain
-    tf.random.set_seed(4)
-    with_global = drawn()
-    keras_random.draw_alike(None)
-    tf.random.set_seed(4)
-    assert drawn() == with_global
-
-
 def test_a_shuffle_in_a_map_draws_another_order_each_time() -> None:
     """By this Keras shuffles arrays. With TensorFlow's own seed each epoch has the same order."""
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from keras_dist.backends.tpu import backend as tpu_backend
 from keras_dist.backends.tpu import place as tpu_place
 from keras_dist.backends.tpu.place import TPUAddress
 from keras_dist.errors import ConfigurationError
+from tests.multiprocess.servers import Files
 
 NOWHERE = Path("/nonexistent")
 GKE = {"KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS": "grpc://10.4.0.2:8470,grpc://10.4.0.3:8470"}
@@ -168,29 +167,11 @@ def api_of(state: str = "READY") -> mock.MagicMock:
 
 
 @pytest.fixture
-def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    asked: list[str] = []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append(self.path)
-            body = ANSWERS.get(self.path) if self.headers.get("Metadata-Flavor") == "Google" else None
-            self.send_response(200 if body else 404)
-            self.end_headers()
-            self.wfile.write(body or b"")
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{server.server_port}")
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    yield asked
-    server.shutdown()
-    server.server_close()
-    thread.join()
+def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[Files]:
+    with Files(ANSWERS, header=("Metadata-Flavor", "Google")) as server:
+        monkeypatch.setenv("GCE_METADATA_HOST", server.url.removeprefix("http://"))
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        yield server
 
 
 def workers(resolver: Any) -> dict[str, list[str]]:
@@ -198,19 +179,19 @@ def workers(resolver: Any) -> dict[str, list[str]]:
     return found
 
 
-def test_a_name_is_looked_up_in_the_project_of_this_machine(metadata: list[str]) -> None:
+def test_a_name_is_looked_up_in_the_project_of_this_machine(metadata: Files) -> None:
     api = api_of()
     assert workers(tpu_backend.resolve(POD, api)) == {"worker": ["10.0.0.1:8470", "10.0.0.2:8470"]}
     get, name = api.projects().locations().nodes().get, "projects/my-project/locations/us-central2-b/nodes/my-tpu"
     assert {str(call) for call in get.call_args_list if call != mock.call()} == {str(mock.call(name=name))}
-    assert sorted(metadata) == sorted(ANSWERS)
+    assert metadata.requests == dict.fromkeys(ANSWERS, 1)
 
 
-def test_addresses_and_local_ask_nobody(metadata: list[str]) -> None:
+def test_addresses_and_local_ask_nobody(metadata: Files) -> None:
     addresses = TPUAddress("addresses", "grpc://10.0.0.2:8470,grpc://10.0.0.3:8470", "")
     assert workers(tpu_backend.resolve(addresses)) == {"worker": ["10.0.0.2:8470", "10.0.0.3:8470"]}
     assert workers(tpu_backend.resolve(TPUAddress("local", "local", ""))) == {}
-    assert metadata == []
+    assert not metadata.requests
 
 
 @pytest.mark.parametrize(
@@ -223,7 +204,7 @@ def test_addresses_and_local_ask_nobody(metadata: list[str]) -> None:
     ],
     ids=["not ready", "unknown", "packages are missing"],
 )  # fmt: skip
-def test_a_tpu_that_is_not_found(metadata: list[str], api: Any, words: list[str]) -> None:
+def test_a_tpu_that_is_not_found(metadata: Files, api: Any, words: list[str]) -> None:
     with pytest.raises(ConfigurationError) as raised:
         tpu_backend.resolve(POD, api)
     assert [word for word in words if word not in str(raised.value)] == []
