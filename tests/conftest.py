@@ -156,8 +156,7 @@ def pytest_collection_finish() -> None:
 
 def cluster_of(item: pytest.Item) -> tuple[str, int]:
     callspec = getattr(item, "callspec", None)
-    cluster: tuple[str, int] = callspec.params.get("cluster", ("", 0)) if callspec else ("", 0)
-    return cluster
+    return callspec.params.get("cluster", ("", 0)) if callspec else ("", 0)
 
 
 class SideBySide(LoadScopeScheduling):  # type: ignore[misc]

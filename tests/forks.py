@@ -39,8 +39,7 @@ class ForkServer:
 
     def exit_code(self, pid: int) -> int | None:
         """Returns how a process has ended, `None` if it still runs."""
-        code: int | None = self._ask(ended=pid)
-        return code
+        return self._ask(ended=pid)
 
     def wait(self, pid: int, timeout: float = SECONDS) -> int:
         """Returns how a process has ended, when it has."""
@@ -66,8 +65,6 @@ class ForkServer:
             self._process = subprocess.Popen(
                 command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())

@@ -20,8 +20,7 @@ from tests.multiprocess.launches import FOLDER, PREAMBLE, QUIET, RUN, Commands, 
 @pytest.fixture
 def pool(pools: Any) -> WorkerPool:
     """A coordinator with two workers and a server, which live on from test to test."""
-    pool: WorkerPool = pools.get("parameter_server", 2)
-    return pool
+    return pools.get("parameter_server", 2)
 
 
 @pytest.fixture

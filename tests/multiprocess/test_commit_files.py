@@ -30,7 +30,6 @@ def job(name: str, folder: Path, *arguments: object) -> Iterator[tuple[subproces
     command = [sys.executable, "-m", "tests.multiprocess.commit_jobs", name, str(folder), *map(str, arguments)]
     process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with process:
-        assert process.stdout is not None
         try:
             yield process, process.stdout
         finally:
@@ -108,7 +107,6 @@ def test_a_child_that_was_forked_does_not_keep_the_lock(tmp_path: Path) -> None:
         process.wait()
         commits = Commits(tmp_path)
         write(commits, 2)
-        assert process.stdin is not None
         process.stdin.close()
         assert output.readline() == "Another process writes commits into this folder.\n"
         assert output.readline() == (

@@ -153,7 +153,6 @@ def test_the_next_one_downloads_if_the_first_is_killed(tmp_path: Path) -> None:
         ]
         for process in (first, second):
             stack.callback(process.kill)
-            assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
         print(file=first.stdin, flush=True)
         assert begun.wait(SECONDS)

@@ -37,8 +37,7 @@ def reports_of(*names: str, timeout: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as logs:
         done = run(python, "-c", code, seconds=timeout, **process.SETTINGS, TPU_LOG_DIR=logs)
     assert done.returncode == 0, done.stderr
-    reports: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return reports
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 WHAT_IS_FORBIDDEN = {"numpy_function": "Python can't run", "ragged": ""}
@@ -97,7 +96,6 @@ def test_a_signal_ends_it_quietly(whom: str, commands: Commands, tmp_path: Path)
     logs.mkdir()
     command = [*KERAS_DIST, "dry-run", str(script), "--target", "v5e-8", "--no-cache"]
     process = commands(*command, TMPDIR=str(logs))
-    assert process.stderr is not None
     next(line for line in process.stderr if "trial 1 of at most 6: compiling batch 96" in line)
     if whom == "the command":  # and all that a shell or `timeout` signals with it
         os.killpg(process.pid, signal.SIGTERM)

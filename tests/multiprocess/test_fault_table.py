@@ -126,7 +126,6 @@ def cells() -> list[Any]:
 @pytest.mark.parametrize(("job", "fault"), cells())
 def test_fault(job: str, fault: str, tmp_path: Path, record_property: Callable[[str, Any], None]) -> None:
     promised = promise(job, fault)
-    assert promised is not None
     time_of_fault, tmp, disk = (tmp_path / name for name in ("failed", "tmp", "disk"))
     # Without a launcher code and words are those of a process to which nothing happened.
     survivor = 1 if job == "tf-config" and fault in ON_DISK else 0

@@ -229,7 +229,6 @@ def test_plain_keras_hangs(commands: Commands) -> None:
 
     def hangs() -> bool:
         process = commands(sys.executable, "-c", SLOW_GENERATOR, "none", "error")
-        assert process.stderr is not None
         while (line := process.stderr.readline()) and "ValueError: this callback is on fire" not in line:
             pass
         try:

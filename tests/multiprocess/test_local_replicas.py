@@ -256,7 +256,6 @@ def test_a_pod_of_two_servers_without_tpu(commands: Commands) -> None:
     addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
     servers = [commands(sys.executable, "-c", SERVE, str(index), *addresses) for index in range(2)]
     for server in servers:
-        assert server.stdout is not None
         assert server.stdout.readline() == "serves\n"
     endpoints = ",".join(f"grpc://{address}" for address in addresses)
     (error,) = errors_of("", KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS=endpoints, KERAS_DIST_JOIN_TIMEOUT="60")

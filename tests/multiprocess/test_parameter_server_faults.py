@@ -159,8 +159,7 @@ class Run:
 
 
 def result_in(folder: Path) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
-    return result
+    return json.loads((folder / "result.json").read_text())
 
 
 def assert_same(result: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -153,8 +153,6 @@ def test_keras_own_tests(engine: str, part: str, tmp_path: Path) -> None:
 def failures(engine: str, patterns: tuple[str, ...], folder: Path) -> dict[str, str]:
     """Runs tests of Keras and returns the messages of those that fail, by `Class.test`."""
     spec = importlib.util.find_spec("keras.src")
-    assert spec is not None
-    assert spec.origin is not None
     source, report = Path(spec.origin).parent, folder / "report.xml"
     files = [path for pattern in patterns for path in sorted(source.glob(pattern)) if "orbax" not in path.name]
     options = ("-q", "-c", "/dev/null", "--rootdir", folder, "--noconftest", "-p", "tests.keras_suite", "-p",

@@ -77,8 +77,7 @@ def start(backend: str, folder: Path, fault: Fault | None = None, options: Seque
 
 
 def result(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / "result.json").read_text())
-    return content
+    return json.loads((folder / "result.json").read_text())
 
 
 @pytest.fixture

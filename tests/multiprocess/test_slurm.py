@@ -245,7 +245,6 @@ if kd.is_chief():
 def test_the_script_of_the_page_for_sbatch_is_requeued_and_resumes(slurm: Run, tmp_path: Path) -> None:
     script(tmp_path, REQUEUED)
     fence = re.search(r"```sh\n(#!/bin/sh\n#SBATCH.*?)```", (ROOT / "docs/clusters.md").read_text(), re.DOTALL)
-    assert fence is not None
     (tmp_path / "train.sh").write_text(fence[1])
     here = ("--chdir", str(tmp_path), "--ntasks-per-node=1")
     job = slurm("sbatch", "--parsable", *here, str(tmp_path / "train.sh")).stdout.strip()

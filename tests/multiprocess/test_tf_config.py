@@ -56,7 +56,6 @@ def tf_config(cluster: dict[str, Any], job: str, index: int | str) -> dict[str, 
 )
 def test_ranks(jobs: Any, job: str, index: Any, rank: int, workers: tuple[str, ...]) -> None:
     launch = detect_launch(tf_config(jobs, job, index))
-    assert launch is not None
     assert (launch.launcher, launch.topology.rank, launch.topology.size) == ("TF_CONFIG", rank, len(workers))
     assert launch.workers == workers
 
@@ -79,7 +78,6 @@ def test_local_ranks_are_those_of_one_host() -> None:
 def test_roles(jobs: Any, job: str, index: Any, task: tuple[str, int]) -> None:
     """`kd.init()` must not train each of its processes as a serial one."""
     launch = detect_launch(tf_config(jobs, job, index))
-    assert launch is not None
     assert (launch.task, launch.jobs["chief"], launch.topology.size, launch.workers) == (task, [A], 1, ())
     cls, priority = choose(launch)
     assert (cls.name, priority.reason) == ("parameter_server", "started by TF_CONFIG")
@@ -120,7 +118,6 @@ def test_horovods_launchers_come_first() -> None:
     places = {"RANK": "1", "LOCAL_RANK": "1", "SIZE": "2", "LOCAL_SIZE": "2"}
     horovod = {f"HOROVOD_{name}": value for name, value in places.items()}
     launch = detect_launch({**tf_config({"worker": [A, B]}, "worker", 0), **horovod})
-    assert launch is not None
     assert launch.workers == ()
 
 

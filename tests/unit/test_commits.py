@@ -23,7 +23,7 @@ from hypothesis.extra import numpy as hnp
 
 from keras_dist import cli
 from keras_dist.errors import ConfigurationError, DistributionError
-from keras_dist.state.commits import Commit, Commits, Position
+from keras_dist.state.commits import Commits, Position
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -46,14 +46,8 @@ def names(directory: Path) -> list[str]:
     return sorted(name for name in os.listdir(directory) if name != ".writer")
 
 
-def newest(commits: Commits) -> Commit:
-    commit = commits.newest()
-    assert commit is not None
-    return commit
-
-
 def step_of(commits: Commits) -> int:
-    commit = newest(commits)
+    commit = commits.newest()
     assert commit.place == place(commit.place.step)
     assert commit.arrays["step"].tolist() == [commit.place.step] * 3
     return commit.place.step
@@ -88,7 +82,7 @@ def of_ml_dtypes() -> st.SearchStrategy[np.ndarray]:
 def test_arrays_come_back_bit_for_bit(arrays: dict[str, np.ndarray]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         Commits(folder).write(place(12), arrays)
-        read = newest(Commits(folder)).arrays
+        read = Commits(folder).newest().arrays
     assert [*read] == [*arrays]
     for name, array in arrays.items():
         assert (read[name].dtype, read[name].shape) == (np.asarray(array).dtype, np.asarray(array).shape)
@@ -100,12 +94,11 @@ def test_all_of_a_commit(commits: Commits) -> None:
     path = commits.write(place(12), ARRAYS)
     assert path == commits.directory / "commit-000000000012"
     assert sorted(os.listdir(path)) == ["arrays.npz", "manifest.json"]
-    commit = newest(commits)
+    commit = commits.newest()
     assert (commit.place, commit.path) == (Position(12, 1, 2), path)
     (entry,) = commits.list()
     assert (entry.name, entry.step, entry.place, entry.problem) == ("commit-000000000012", 12, Position(12, 1, 2), "")
     assert entry.size == sum(file.stat().st_size for file in path.iterdir())
-    assert entry.time is not None
     assert before <= entry.time <= datetime.now(UTC)
     manifest = json.loads((path / "manifest.json").read_text())
     assert (manifest["format"], manifest["keras_dist"]) == (1, "0.1.0")
@@ -286,7 +279,7 @@ def test_a_commit_is_replaced_by_another_of_its_step(commits: Commits) -> None:
         path = commits.write(place(2), {"step": np.full(3, 2), "number": np.int64(number)})
         assert names(commits.directory) == ["commit-000000000001", f"commit-000000000002.{number}"]
         assert path.name == f"commit-000000000002.{number}"
-        assert newest(commits).arrays["number"] == number
+        assert commits.newest().arrays["number"] == number
     assert commits.list()[-1].step == 2
 
 
@@ -418,7 +411,7 @@ def test_the_table(commits: Commits, capsys: pytest.CaptureFixture[str], monkeyp
     (commits.directory / "commit-000000001200" / "manifest.json").unlink()
     _, lines, _ = listed(capsys, commits.directory)
     assert lines[2] == " 1,200      ?      ?                    ?  120.3 kB  manifest.json is missing"
-    assert lines[-1] == f"A restart resumes after step 9, from {newest(commits).path}"
+    assert lines[-1] == f"A restart resumes after step 9, from {commits.newest().path}"
 
 
 def test_it_fails_without_a_commit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

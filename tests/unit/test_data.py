@@ -217,8 +217,7 @@ def test_the_fingerprint_is_that_of_what_goes_into_the_maps() -> None:
 
 
 def batches_of(x: Any, y: Any = None, **options: Any) -> Dataset:
-    dataset: Dataset = data_adapters.get_data_adapter(x, y, **options).get_tf_dataset()
-    return dataset
+    return data_adapters.get_data_adapter(x, y, **options).get_tf_dataset()
 
 
 def table_of(rows: int, *width: int) -> np.ndarray:
@@ -304,7 +303,6 @@ def test_what_is_cut_as_finished_batches(name: str) -> None:
 
 def digest(x: Any, **options: Any) -> str:
     pipeline = decompose(batches_of(x, batch_size=2, **options))
-    assert pipeline is not None
     return pipeline.digest
 
 
@@ -360,7 +358,6 @@ PIPELINES: dict[str, Callable[[Dataset], Dataset]] = {
 
 def compared(dataset: Dataset) -> tuple[list[Any], list[float]]:
     pairs = pipeline.with_fingerprints(dataset)
-    assert pairs is not None
     batches, fingerprints = zip(*pairs, strict=True)
     return [tf.nest.flatten(batch)[0].numpy().tolist() for batch in batches], [*map(float, fingerprints)]
 

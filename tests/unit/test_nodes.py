@@ -145,7 +145,6 @@ OF_JOB = {name: value for name, value in TASK.items() if not name.endswith(("STE
 )  # fmt: skip
 def test_tasks_of_srun_are_ranks(environ: dict[str, str], place: tuple[int, ...], workers: str) -> None:
     launch = detect_launch(environ)
-    assert launch is not None
     assert (launch.launcher, launch.topology, launch.rendezvous) == ("srun", Topology(*place), None)
     assert launch.workers == tuple(workers.split())
     assert choose(launch)[0].name == "multi_worker"
@@ -235,7 +234,6 @@ RANK |= {f"OMPI_COMM_WORLD_LOCAL_{name}": value for name, value in (("RANK", "1"
 
 def test_a_rank_of_mpirun() -> None:
     launch = detect_launch(RANK)
-    assert launch is not None
     assert (launch.launcher, launch.rendezvous, launch.is_mpi) == ("mpirun", None, True)
     assert launch.topology == Topology(1, 2, 1, 2)
 

@@ -86,7 +86,6 @@ def test_seeds_of_the_order(name: str) -> None:
     make, count = SEEDS[name]
     tf.random.set_seed(7)
     seeds = pipeline.seeds_of_order(make(), None)
-    assert seeds is not None
     assert [seed for seed, _ in seeds] == [7] * count
 
 

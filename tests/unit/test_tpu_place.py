@@ -175,8 +175,7 @@ def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[Files]:
 
 
 def workers(resolver: Any) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = resolver.cluster_spec().as_dict()
-    return found
+    return resolver.cluster_spec().as_dict()
 
 
 def test_a_name_is_looked_up_in_the_project_of_this_machine(metadata: Files) -> None:
