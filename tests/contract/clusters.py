@@ -87,7 +87,7 @@ REFUSED: dict[str, dict[str, str]] = {
                 "fit-own-train-step-twice",
                 "guide-train-step-last-batch", "examples-last-batch", "metrics-by-hand",
                 "jit-compile-models", "jit-compile-around",
-                "loop-eager", "loop-keras-losses", "loop-metrics", "loop-own-clipping", "loop-sum", "loop-unbuilt",
+                "loop-eager", "loop-keras-losses", "loop-metrics", "loop-own-clipping", "loop-sum",
             ),
             _NOT_FILLED,
         ),

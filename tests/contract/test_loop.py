@@ -242,15 +242,6 @@ def test_loop_own_state(distribute: Any) -> Numbers:
     return results
 
 
-@contract("loop-unbuilt", covered_by=("loop-eager",))
-def test_loop_unbuilt(distribute: Any) -> Numbers:
-    results = {}
-    for name, is_eager in (("traced", False), ("eager", True)):
-        keras.utils.set_random_seed(1)
-        results[name] = Loop(distribute, model=Subclassed()).train(distribute, dataset(), is_eager=is_eager)
-    return results
-
-
 def reducer(distribute: Any) -> Callable[[Any], Any]:
     """`kd.all_reduce`, or its plain equivalent."""
     return same if distribute is same else kd.all_reduce

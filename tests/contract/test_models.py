@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -107,44 +107,6 @@ def test_fit_overridden(distribute: Distribute) -> Numbers:
 contract("fit-gan", sizes=(3,))(
     lambda distribute: fitted(
         compiled_gan(distribute(Gan())), numbers()[0], np.random.RandomState(4).normal(size=[COUNT, FEATURES])
-    )
-)
-
-
-class Towers(keras.Model):
-    """Trains towers, each with an optimizer from a list or dict."""
-
-    def __init__(self, optimizers: Any = None, count: int = 2) -> None:
-        super().__init__()
-        self.towers = [mlp() for _ in range(count)]
-        self.optimizers = optimizers
-
-    def call(self, x: Any) -> Any:
-        return sum(tower(x) for tower in self.towers)
-
-    def optimizers_of_towers(self) -> Sequence[Any]:
-        return list(self.optimizers.values()) if isinstance(self.optimizers, dict) else self.optimizers
-
-    def train_step(self, data: Any) -> Any:
-        x, y = data
-        with tf.GradientTape(persistent=True) as tape:
-            loss = self.compute_loss(x, y, self(x, training=True))
-        for tower, optimizer in zip(self.towers, self.optimizers_of_towers(), strict=True):
-            gradients = tape.gradient(loss, tower.trainable_variables)
-            optimizer.apply_gradients(zip(gradients, tower.trainable_variables, strict=True))
-        return {"loss": loss}
-
-
-def fit_towers(distribute: Distribute, optimizers: Any) -> Numbers:
-    return fitted(compiled(distribute, model=Towers(optimizers)), *numbers(24))
-
-
-contract("fit-optimizers-in-list", covered_by=("optimizers-found", "fit-gan"))(
-    lambda distribute: fit_towers(distribute, [keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.1, clipnorm=0.1)])
-)
-contract("fit-optimizers-in-dict", covered_by=("optimizers-found", "fit-gan"))(
-    lambda distribute: fit_towers(
-        distribute, {"one": keras.optimizers.RMSprop(0.01), "other": keras.optimizers.SGD(0.1, momentum=0.9)}
     )
 )
 

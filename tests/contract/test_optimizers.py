@@ -27,6 +27,7 @@ from tests.contract.parts import (
     compiled_gan,
     computed,
     dataset,
+    descend,
     fitted,
     mlp,
     numbers,
@@ -35,7 +36,6 @@ from tests.contract.parts import (
     trained_on_shares,
 )
 from tests.contract.test_exact import draw
-from tests.contract.test_models import Towers
 from tests.contract.test_training import mean_squared_error
 
 MAKERS = {
@@ -161,24 +161,36 @@ def test_fused_update(distribute: Distribute) -> Numbers:
 # --- Several optimizers, rates, accumulation ---
 
 
-class Parts(Towers):
-    """Has optimizers that are no public attributes of the model."""
+class Towers(keras.Model):
+    """Trains towers, each with an optimizer that is no public attribute of the model."""
 
     def __init__(self) -> None:
-        super().__init__(count=3)
+        super().__init__()
+        self.towers = [mlp() for _ in range(3)]
         self._private = keras.optimizers.SGD(0.1, global_clipnorm=0.05)
         self.towers[1].compile(keras.optimizers.Adam(0.01, clipnorm=0.05))
         self.helper = types.SimpleNamespace(
             optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.2, momentum=0.9), initial_scale=1.0)
         )
 
+    def call(self, x: Any) -> Any:
+        return sum(tower(x) for tower in self.towers)
+
     def optimizers_of_towers(self) -> Sequence[Any]:
         return self._private, self.towers[1].optimizer, self.helper.optimizer
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        for tower, optimizer in zip(self.towers, self.optimizers_of_towers(), strict=True):
+            descend(tape, loss, tower, optimizer)
+        return {"loss": loss}
 
 
 @contract("optimizers-found")
 def test_optimizers_found(distribute: Distribute) -> Numbers:
-    model = distribute(Parts())
+    model = distribute(Towers())
     model.compile(loss="mse")
     for epochs in (2, 1):  # shares of one size, for TPU cores
         fitted(model, *numbers(32), batch_size=16, epochs=epochs, shuffle=False)

@@ -336,18 +336,16 @@ def test_batchnorm_synchronized(distribute: Any) -> Numbers:
         return used(compiled(distribute, optimizer, model=synchronized_model()), *numbers(), shuffle=False)
 
     scaling = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=64.0)
-    return computed({"plain": trained, "scaled": lambda: trained(scaling)}, "plain")
 
+    def masked() -> Numbers:
+        parts = [layers.Embedding(7, 3, mask_zero=True), layers.BatchNormalization(synchronized=True)]
+        words = keras.Input([5], dtype="int32")
+        model = keras.Sequential([words, *parts, layers.GlobalAveragePooling1D(), layers.Dense(1)])
+        x = np.random.RandomState(3).randint(0, 7, [25, 5]).astype("int32")
+        x[:, 4] = 1
+        return fitted(compiled(distribute, model=model), x, numbers()[1], shuffle=False)
 
-@contract("fit-batchnorm-synchronized-mask", covered_by=("exact-batchnorm", "fit-batchnorm", "loss-mask-zero"))
-def test_batchnorm_synchronized_mask(distribute: Any) -> Numbers:
-    parts = [layers.Embedding(7, 3, mask_zero=True), layers.BatchNormalization(synchronized=True)]
-    model = keras.Sequential(
-        [keras.Input([5], dtype="int32"), *parts, layers.GlobalAveragePooling1D(), layers.Dense(1)]
-    )
-    x = np.random.RandomState(3).randint(0, 7, [25, 5]).astype("int32")
-    x[:, 4] = 1
-    return fitted(compiled(distribute, model=model), x, numbers()[1], shuffle=False)
+    return computed({"plain": trained, "scaled": lambda: trained(scaling), "masked": masked}, "plain")
 
 
 def fit_stack(distribute: Any, *parts: Any) -> Numbers:

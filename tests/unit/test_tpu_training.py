@@ -276,7 +276,7 @@ def test_a_smaller_batch_of_unknown_data_is_refused_when_it_comes() -> None:
             model.fit(unknown, verbose=0)
 
 
-# --- Several cores, beside the cases of the contract: what can't be filled up, in full batches; single batches ---
+# --- Several cores, beside the cases of the contract: what can't be filled up, in full batches ---
 
 
 @pytest.fixture
@@ -289,26 +289,19 @@ def double_precision() -> Iterator[None]:
     keras.config.set_dtype_policy(before[1])
 
 
-def compiled_for(kind: str, strategy: tf.distribute.Strategy | None) -> keras.Model:
-    """Returns a model with a kind of loss; `"batchnorm"` has statistics of the whole batch."""
-    keras.utils.set_random_seed(3)
-    statistics = [keras.layers.BatchNormalization(synchronized=True, momentum=0.7)] if kind == "batchnorm" else []
-    last = Dense(3, kernel_regularizer=None if kind == "none" else "l2")
-    model = keras.Sequential([keras.Input((12,)), Dense(5, "tanh"), *statistics, last])
-    model = model if strategy is None else distribute_on_strategy(model, strategy)
-    crossentropy = keras.losses.sparse_categorical_crossentropy
-    losses = {
-        "scalar": lambda y, logits: tf.reduce_mean(crossentropy(y, logits, from_logits=True)),
-        "batchnorm": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-    }
-    loss = losses.get(kind) or keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=kind)
-    rate = 0.01 if kind in ("sum", "none") else 0.5
-    model.compile(keras.optimizers.SGD(rate, momentum=0.9, global_clipnorm=0.4), loss, metrics=["accuracy"])
-    return model
-
-
 def on_full_batches(kind: str, strategy: tf.distribute.Strategy | None = None) -> dict[str, Any]:
-    model = compiled_for(kind, strategy)
+    """Trains a model with a kind of loss: a reduction, or a function with one value."""
+    keras.utils.set_random_seed(3)
+    last = Dense(3, kernel_regularizer=None if kind == "none" else "l2")
+    model = keras.Sequential([keras.Input((12,)), Dense(5, "tanh"), last])
+    model = model if strategy is None else distribute_on_strategy(model, strategy)
+    if kind == "scalar":
+        crossentropy = keras.losses.sparse_categorical_crossentropy
+        loss: Any = lambda y, logits: tf.reduce_mean(crossentropy(y, logits, from_logits=True))  # noqa: E731
+    else:
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=kind)
+    rate = 0.5 if kind == "scalar" else 0.01
+    model.compile(keras.optimizers.SGD(rate, momentum=0.9, global_clipnorm=0.4), loss, metrics=["accuracy"])
     data = tf.data.Dataset.from_tensor_slices((X, Y)).take(48).batch(24, drop_remainder=True)
     history = model.fit(data, epochs=2, verbose=0).history
     return {"history": history, "predicted": model.predict(data, verbose=0), "weights": model.get_weights()}
@@ -321,23 +314,6 @@ def test_several_cores_compute_what_one_process_does(kind: str) -> None:
     expected = on_full_batches(kind)
     with cores(3) as strategy:
         assert_close(on_full_batches(kind, strategy), expected, atol=1e-12)
-
-
-def batch_by_batch(strategy: tf.distribute.Strategy | None = None) -> dict[str, Any]:
-    """Trains on a batch that 3 cores don't divide."""
-    model, batch = compiled_for("batchnorm", strategy), (X[:29], Y[:29])
-    for _ in range(3):
-        logs = model.train_on_batch(*batch, return_dict=True)
-    tested, predicted = model.test_on_batch(*batch, return_dict=True), model.predict_on_batch(batch[0])
-    return {"logs": logs, "tested": tested, "predicted": predicted, "weights": model.get_weights()}
-
-
-@pytest.mark.full
-@pytest.mark.usefixtures("double_precision")
-def test_several_cores_batch_by_batch() -> None:
-    expected = batch_by_batch()
-    with cores(3) as strategy:
-        assert_close(batch_by_batch(strategy), expected, atol=1e-12)
 
 
 # --- Private names of Keras for steps under a strategy, and that they are still needed ---
