@@ -326,6 +326,10 @@ def processor_features() -> list[str]:
 # --- Slurm ---
 
 PORTS = range(20000, 30000)  # below those from which Linux assigns ports
+_BY_HAND = (
+    "Start `keras-dist run --nnodes N --node-rank I --rendezvous HOST:PORT -np 1 train.py` in each task, with "
+    "SLURM_STEP_ID unset."
+)
 _LARGEST_STEP = 0xFFFFFFF0  # <slurm/slurm.h>: larger ones are no steps of `srun`, but the batch script, `salloc`, ...
 
 
@@ -334,11 +338,6 @@ def is_slurm_task(environ: Mapping[str, str]) -> bool:
     step = environ.get("SLURM_STEP_ID", "")
     is_step = step.isdecimal() and int(step) < _LARGEST_STEP
     return is_step and bool(environ.get("SLURM_STEP_NUM_TASKS") and environ.get("SLURM_PROCID"))
-
-
-def slurm_hosts(environ: Mapping[str, str]) -> list[str]:
-    """Returns the hosts of the step, in the order of `SLURM_NODEID`."""
-    return expand_hosts(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))
 
 
 def slurm_gpus() -> int | None:
@@ -358,30 +357,38 @@ def slurm_cores(environ: Mapping[str, str]) -> int | None:
     return int(number) if number.isdecimal() and is_slurm_task(environ) and not slurm_binds(environ) else None
 
 
-def _slurm_launch(environ: Mapping[str, str]) -> Launch | None:
-    """`srun python train.py` with several tasks: each is a rank. Those of a launcher of ours have its variables.
+def slurm_place(environ: Mapping[str, str]) -> tuple[int, list[str], list[int]]:
+    """Returns the rank of this task of `srun`, and the hosts of the step with their numbers of tasks.
 
-    The ranks are numbered by nodes, whatever Slurm's distribution is: each task knows how many there are on each node,
-    but not which. By default these are Slurm's own numbers.
+    The ranks are numbered by hosts, whatever Slurm's distribution is: each task knows how many there are on each host,
+    but not which. By default these are Slurm's own numbers. `SLURM_NODEID` may count the hosts in another order than
+    the list has: that of the components of a heterogeneous step.
     """
+    hosts = expand_hosts(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))
+    counts = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", ""))
+    own, local_rank = environ.get("SLURMD_NODENAME", ""), _number(environ, "SLURM_LOCALID")
+    fits = len(hosts) == len(counts) and sum(counts) == _number(environ, "SLURM_STEP_NUM_TASKS") and own in hosts
+    if not fits or not 0 <= local_rank < counts[hosts.index(own)] or _number(environ, "SLURM_JOB_ID") < 0:
+        raise _bad_step("Slurm's variables for this step do not fit each other.", environ, _BY_HAND)
+    return sum(counts[: hosts.index(own)]) + local_rank, hosts, counts
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    return int(text) if (text := environ.get(name, "")).isdecimal() else -1
+
+
+def _slurm_launch(environ: Mapping[str, str]) -> Launch | None:
+    """`srun python train.py` with several tasks: each is a rank. Those of a launcher of ours have its variables."""
     if environ.get(LAUNCHER) or not is_slurm_task(environ) or environ["SLURM_STEP_NUM_TASKS"] == "1":
         return None
-    hosts = slurm_hosts(environ)
-    counts = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", ""))
-    names = ("SLURM_STEP_NUM_TASKS", "SLURM_NODEID", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_ID")
-    numbers = (environ.get(name, "") for name in names)
-    size, node, local_rank, job, step = (int(number) if number.isdecimal() else -1 for number in numbers)
-    own = hosts[node] if 0 <= node < len(hosts) == len(counts) else None
-    if own is None or sum(counts) != size or not 0 <= local_rank < counts[node] or job < 0:
-        raise _bad_step("Slurm's variables for this step do not fit each other.", environ)
-    if environ.get("SLURMD_NODENAME", own) != own:
-        raise _bad_step(f"Slurm's variables say that this task runs on {own}, and that it does not.", environ)
+    rank, hosts, counts = slurm_place(environ)
     # Ports of their own for each step, also if several jobs, whose numbers are close, share a node.
-    first = PORTS[(31 * job + step) * max(counts) % (len(PORTS) - max(counts))]
+    step = 31 * _number(environ, "SLURM_JOB_ID") + _number(environ, "SLURM_STEP_ID")
+    first = PORTS[step * max(counts) % (len(PORTS) - max(counts))]
     places = zip(hosts if len(hosts) > 1 else [store.LOOPBACK], counts, strict=True)
     workers = tuple(f"{host}:{first + index}" for host, count in places for index in range(count))
-    topology = Topology(sum(counts[:node]) + local_rank, size, local_rank, counts[node])
-    return Launch("srun", topology, workers=workers, place=(0, 1))
+    local_rank, local_size = _number(environ, "SLURM_LOCALID"), counts[hosts.index(environ["SLURMD_NODENAME"])]
+    return Launch("srun", Topology(rank, len(workers), local_rank, local_size), workers=workers, place=(0, 1))
 
 
 def expand_hosts(text: str) -> list[str]:
@@ -394,7 +401,7 @@ def expand_hosts(text: str) -> list[str]:
     if not re.fullmatch(f"{part}(?:,{part})*", text):
         raise ConfigurationError(
             "Slurm's list of nodes can't be read.", f"SLURM_STEP_NODELIST={text!r}",
-            "Start the ranks with `srun keras-dist run --rendezvous HOST:PORT train.py`.",
+            _BY_HAND,
         )  # fmt: skip
     return [host for hosts in re.findall(part, text) for host in _expand_ranges(hosts)]
 
@@ -428,16 +435,16 @@ def check_slurm_names(workers: Sequence[str]) -> None:
             socket.getaddrinfo(host, None)
         except OSError as error:
             problem = f"The name of a node of this step has no address: {host} ({error})."
-            raise _bad_step(problem, os.environ) from error
+            remedy = (
+                "Start the ranks with `srun keras-dist run train.py`, whose launchers need the name of the first node "
+                "only, or an address: `--rendezvous ADDRESS:PORT`."
+            )
+            raise _bad_step(problem, os.environ, remedy) from error
 
 
-def _bad_step(problem: str, environ: Mapping[str, str]) -> ConfigurationError:
+def _bad_step(problem: str, environ: Mapping[str, str], remedy: str) -> ConfigurationError:
     names = (
-        "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID", "SLURM_LOCALID",
-        "SLURMD_NODENAME", "SLURM_JOB_ID", "SLURM_STEP_ID",
+        "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID", "SLURMD_NODENAME",
+        "SLURM_JOB_ID", "SLURM_STEP_ID",
     )  # fmt: skip
-    return ConfigurationError(
-        problem, ", ".join(f"{name}={environ.get(name)}" for name in names),
-        "Start the ranks with `srun keras-dist run train.py`, whose launchers need the name of the first node only, or "
-        "an address: `--rendezvous ADDRESS:PORT`.",
-    )  # fmt: skip
+    return ConfigurationError(problem, ", ".join(f"{name}={environ.get(name)}" for name in names), remedy)

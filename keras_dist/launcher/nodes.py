@@ -380,11 +380,11 @@ def _slurm(environ: Mapping[str, str]) -> dict[str, str]:
     """A task of `srun`. A launcher in the shell of `salloc` or the script of `sbatch` is alone."""
     if not environment.is_slurm_task(environ):
         return {}
-    step, job = environ["SLURM_STEP_ID"], environ.get("SLURM_JOB_ID", "0")
-    is_one_node = environ.get("SLURM_STEP_NUM_NODES") == "1"
-    host = store.LOOPBACK if is_one_node else environment.slurm_hosts(environ)[0]
-    port = environment.PORTS[(int(job if job.isdecimal() else 0) + int(step)) % len(environment.PORTS)]
-    place = {"nnodes": environ["SLURM_STEP_NUM_TASKS"], "node_rank": environ["SLURM_PROCID"]}
+    rank, hosts, counts = environment.slurm_place(environ)
+    step = int(environ["SLURM_JOB_ID"]) + int(environ["SLURM_STEP_ID"])
+    port = environment.PORTS[step % len(environment.PORTS)]
+    place = {"nnodes": str(sum(counts)), "node_rank": str(rank)}
+    host = hosts[0] if len(hosts) > 1 else store.LOOPBACK
     return {**place, "rendezvous": f"{host}:{port}", "num_processes": "1"}
 
 

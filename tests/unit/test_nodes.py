@@ -59,7 +59,8 @@ def test_what_horovod_is_told_of_nodes_of_different_sizes() -> None:
 
 STEP = {
     "SLURM_JOB_ID": "12345", "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_PROCID": "3", "SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_JOB_NODELIST": "gpu[05-08]",
+    "SLURM_PROCID": "6", "SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_JOB_NODELIST": "gpu[05-08]",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_LOCALID": "3", "SLURMD_NODENAME": "gpu07",
 }  # fmt: skip
 POD = {"JOB_COMPLETION_INDEX": "2"}
 TRAIN_JOB = {
@@ -78,7 +79,8 @@ def told(nnodes: str, node_rank: str, rendezvous: str, **options: str) -> dict[s
     [
         ({}, {}),
         (STEP, told("8", "3", "gpu07:22347", num_processes="1")),
-        ({**STEP, "SLURM_STEP_NUM_NODES": "1"}, told("8", "3", "127.0.0.1:22347", num_processes="1")),
+        ({**STEP, "SLURM_STEP_NODELIST": "gpu07", "SLURM_STEP_TASKS_PER_NODE": "8"},
+         told("8", "3", "127.0.0.1:22347", num_processes="1")),
         ({**STEP, "KERAS_DIST_RENDEZVOUS": "a:1"}, told("8", "3", "a:1", num_processes="1")),
         # The script of sbatch, the shell of salloc.
         ({name: value for name, value in STEP.items() if "STEP" not in name}, {}),
@@ -109,7 +111,7 @@ def test_slurms_list_of_hosts(text: str, hosts: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "a,", "gpu[", "gpu[a-b]", "gpu[1-]", "gpu[1-2", "gpu1-2]"])
 def test_a_list_of_another_form_is_refused(text: str) -> None:
-    with pytest.raises(ConfigurationError, match="(?s)can't be read.*--rendezvous"):
+    with pytest.raises(ConfigurationError, match="(?s)can't be read.*--rendezvous HOST:PORT.*SLURM_STEP_ID unset"):
         expand_hosts(text)
 
 
@@ -135,6 +137,9 @@ OF_JOB = {name: value for name, value in TASK.items() if not name.endswith(("STE
     ("environ", "place", "workers"),
     [
         (TASK, (2, 4, 0, 1), "gpu07:25546 gpu07:25547 gpu08:25546 x1:25546"),
+        # The first component of a heterogeneous step is on the last node.
+        ({**TASK, "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURMD_NODENAME": "x1"}, (3, 4, 0, 1),
+         "gpu07:25546 gpu07:25547 gpu08:25546 x1:25546"),
         # Dealt out to the nodes in turn (`-m cyclic`): the second one of gpu07 is Slurm's task 3.
         ({**TASK, "SLURM_PROCID": "3", "SLURM_NODEID": "0", "SLURM_LOCALID": "1", "SLURMD_NODENAME": "gpu07"},
          (1, 4, 1, 2), "gpu07:25546 gpu07:25547 gpu08:25546 x1:25546"),
@@ -167,16 +172,16 @@ def test_one_task_and_the_scripts_of_sbatch_and_salloc_are_serial(changed: dict[
         ({"SLURM_STEP_NUM_TASKS": "5"}, "do not fit each other"),
         ({"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, "do not fit each other"),
         ({"SLURM_STEP_TASKS_PER_NODE": "two"}, "do not fit each other"),
-        ({"SLURM_NODEID": "3"}, "do not fit each other"),
+        ({"SLURMD_NODENAME": ""}, "do not fit each other"),
         ({"SLURM_LOCALID": "1"}, "do not fit each other"),
         ({"SLURM_LOCALID": ""}, "do not fit each other"),
         ({"SLURM_JOB_ID": ""}, "do not fit each other"),
-        ({"SLURMD_NODENAME": "gpu07"}, "runs on gpu08, and that it does not"),
+        ({"SLURMD_NODENAME": "gpu05"}, "do not fit each other"),
         ({"SLURM_STEP_NODELIST": "gpu["}, "can't be read"),
     ],
 )
 def test_a_step_that_contradicts_itself_is_refused(changed: dict[str, str], problem: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"(?s){problem}.*Received: .*SLURM_STEP.*srun keras-dist run"):
+    with pytest.raises(ConfigurationError, match=f"(?s){problem}.*Received: .*SLURM_STEP.*SLURM_STEP_ID unset"):
         detect_launch({**TASK, **changed})
 
 
