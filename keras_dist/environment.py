@@ -326,10 +326,6 @@ def processor_features() -> list[str]:
 # --- Slurm ---
 
 PORTS = range(20000, 30000)  # below those from which Linux assigns ports
-_BY_HAND = (
-    "Start `keras-dist run --nnodes N --node-rank I --rendezvous HOST:PORT -np 1 train.py` in each task, with "
-    "SLURM_STEP_ID unset."
-)
 _LARGEST_STEP = 0xFFFFFFF0  # <slurm/slurm.h>: larger ones are no steps of `srun`, but the batch script, `salloc`, ...
 
 
@@ -369,7 +365,7 @@ def slurm_place(environ: Mapping[str, str]) -> tuple[int, list[str], list[int]]:
     own, local_rank = environ.get("SLURMD_NODENAME", ""), _number(environ, "SLURM_LOCALID")
     fits = len(hosts) == len(counts) and sum(counts) == _number(environ, "SLURM_STEP_NUM_TASKS") and own in hosts
     if not fits or not 0 <= local_rank < counts[hosts.index(own)] or _number(environ, "SLURM_JOB_ID") < 0:
-        raise _bad_step("Slurm's variables for this step do not fit each other.", environ, _BY_HAND)
+        raise _bad_step("Slurm's variables for this step do not fit each other.", environ)
     return sum(counts[: hosts.index(own)]) + local_rank, hosts, counts
 
 
@@ -399,10 +395,7 @@ def expand_hosts(text: str) -> list[str]:
     """
     part = r"(?:[^][,\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
     if not re.fullmatch(f"{part}(?:,{part})*", text):
-        raise ConfigurationError(
-            "Slurm's list of nodes can't be read.", f"SLURM_STEP_NODELIST={text!r}",
-            _BY_HAND,
-        )  # fmt: skip
+        raise _bad_step(f"Slurm's list of nodes can't be read: {text!r}.", os.environ)
     return [host for hosts in re.findall(part, text) for host in _expand_ranges(hosts)]
 
 
@@ -442,9 +435,13 @@ def check_slurm_names(workers: Sequence[str]) -> None:
             raise _bad_step(problem, os.environ, remedy) from error
 
 
-def _bad_step(problem: str, environ: Mapping[str, str], remedy: str) -> ConfigurationError:
+def _bad_step(problem: str, environ: Mapping[str, str], remedy: str = "") -> ConfigurationError:
     names = (
         "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID", "SLURMD_NODENAME",
         "SLURM_JOB_ID", "SLURM_STEP_ID",
     )  # fmt: skip
-    return ConfigurationError(problem, ", ".join(f"{name}={environ.get(name)}" for name in names), remedy)
+    by_hand = "`keras-dist run --nnodes N --node-rank I --rendezvous HOST:PORT -np 1 train.py`"
+    return ConfigurationError(
+        problem, ", ".join(f"{name}={environ.get(name)}" for name in names),
+        remedy or f"Start {by_hand} in each task, with SLURM_STEP_ID unset.",
+    )  # fmt: skip
