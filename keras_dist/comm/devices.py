@@ -34,8 +34,8 @@ def pin_gpu(topology: Topology, place: tuple[int, int] | None = None) -> None:
     index, ranks = topology.local_rank, topology.local_size  # of those that see the same GPUs
     if len(gpus) == 1 and ranks > 1 and visible is not None and "," not in visible:
         index, ranks = 0, 1
-    elif place is not None and len(gpus) < (environment.slurm_gpus() or ranks):
-        index, ranks = place  # Slurm shows each task only its own GPUs
+    elif place is not None and _are_of_task(len(gpus), ranks):
+        index, ranks = place
     if index >= len(gpus):
         raise ConfigurationError(
             "There are more ranks than GPUs on this host.",
@@ -45,6 +45,11 @@ def pin_gpu(topology: Topology, place: tuple[int, int] | None = None) -> None:
     if index == 0:
         warn_of_unused_gpus([f"GPU:{used}" for used in range(ranks)], _UNUSED_BY_RANKS)
     _take([gpus[index]])
+
+
+def _are_of_task(visible: int, ranks: int) -> bool:
+    """True if Slurm shows each task, of which a host has several, GPUs of its own."""
+    return visible < (environment.slurm_gpus() or ranks)
 
 
 def _take(gpus: Sequence[tf.config.PhysicalDevice]) -> None:
@@ -64,10 +69,13 @@ def _take(gpus: Sequence[tf.config.PhysicalDevice]) -> None:
 def prepare_devices(names: Sequence[str] | None, topology: Topology, launch: Launch) -> bool:
     """Chooses the devices of a rank, before TensorFlow starts. True if it computes on several, or on named ones.
 
-    A rank that is alone on its host has all GPUs that it sees. Each of several ranks has one, and so has `-np 1`.
+    A rank that is alone on its host, or in a Slurm task that sees GPUs of its own only, has all GPUs that it sees. Any
+    other rank has one, and so has `-np 1`.
     """
     gpus = tf.config.list_physical_devices("GPU")
-    has_one = topology.local_size > 1 or (topology.size == 1 and launch.launcher != environment.TF_CONFIG)
+    has_one = topology.size == 1 and launch.launcher != environment.TF_CONFIG
+    if topology.local_size > 1:
+        has_one = launch.place != (0, 1) or not _are_of_task(len(gpus), topology.local_size)
     if names is None and (len(gpus) < 2 or has_one):
         pin_gpu(topology, launch.place)
         return False

@@ -64,9 +64,8 @@ SLURM = {"SLURM_GPUS_ON_NODE": "4"}
         (4, ONE_LAUNCHER, {}, 2, None),
         (2, ONE_LAUNCHER, {}, None, None),
         (1, ITS_OWN, SLURM, 0, None),  # srun --gpus-per-task=1
-        (2, ITS_OWN, {"SLURM_GPUS_ON_NODE": "8"}, 0, "GPU:1"),  # srun --gpus-per-task=2
-        (4, ITS_OWN, {"SLURM_GPUS_ON_NODE": "16"}, 0, "GPU:1, GPU:2, GPU:3"),
         (2, SECOND_OF_TWO, SLURM, 0, None),  # srun -n2 --gpus-per-task=2 keras-dist run -np 2
+        (3, (0, 2), {"SLURM_GPUS_ON_NODE": "6"}, 0, "GPU:2"),
         (2, SECOND_OF_TWO, {}, 0, None),  # the same by hand
         (4, ITS_OWN, SLURM, 2, None),  # each task sees all
         (2, ITS_OWN, {"SLURM_GPUS_ON_NODE": "2"}, None, None),  # and they are too few
@@ -101,15 +100,23 @@ def test_which_gpu_the_third_of_four_ranks_of_a_host_has(
         ("srun", Topology(1, 2, 0, 1), 4, True, [0, 1, 2, 3]),
         ("horovodrun", Topology(1, 2, 0, 1), 4, True, [0, 1, 2, 3]),
         ("keras-dist run", Topology(0, 1, 0, 1), 4, False, [0]),
+        # Of 8 GPUs that the job has on the host: srun --gpus-per-task=2, or each of two tasks sees all.
+        ("srun", Topology(1, 8, 1, 4), 2, True, [0, 1]),
+        ("keras-dist run", Topology(1, 8, 1, 4), 2, True, [0, 1]),
+        ("srun", Topology(1, 4, 1, 2), 8, False, [1]),
     ],
 )
-def test_the_only_rank_of_a_host_uses_all_gpus_that_it_sees(
+def test_the_only_rank_of_a_host_or_of_its_gpus_uses_all_that_it_sees(
     launcher: str, topology: Topology, visible: int, has_several: bool, taken: list[int],
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     used = used_gpus(visible, monkeypatch)
-    assert prepare_devices(None, topology, Launch(launcher, topology)) == has_several
-    warns = launcher == "keras-dist run"
+    place = None
+    if launcher in ("srun", "keras-dist run"):
+        monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
+        place = ITS_OWN
+    assert prepare_devices(None, topology, Launch(launcher, topology, place=place)) == has_several
+    warns = topology.size == 1 and not has_several and visible > 1
     unused = "GPU:1, GPU:2, GPU:3, since each uses one. Start a rank for each GPU"
     warnings = [record.getMessage().partition("no rank uses ")[2] for record in caplog.records]
     assert (used, warnings) == (taken, [unused] * warns)

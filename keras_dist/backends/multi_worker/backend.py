@@ -214,9 +214,9 @@ class MultiWorker(LocalTraining, ReplicaBackend, ProcessBackend):
             the ring.
         devices: Names of the devices of each rank, such as `["GPU:0", "GPU:1"]`. Each has a copy of every weight, as
             with `kd.Mirrored`, and the sums over the devices of a rank are summed over the ranks. All ranks must have
-            equally many. Default: all GPUs that a rank sees if it is the only one on its host; one GPU if there are
-            more, or after `keras-dist run -np 1`. Missing CPUs (`["CPU:0", "CPU:1"]`) are created, so that you can try
-            a script without GPUs.
+            equally many. Default: all GPUs that a rank sees if it is the only one on its host, or Slurm shows it only
+            its own (`--gpus-per-task`); one GPU if there are more ranks, or after `keras-dist run -np 1`. Missing CPUs
+            (`["CPU:0", "CPU:1"]`) are created, so that you can try a script without GPUs.
 
     Raises:
         ConfigurationError: If an option is unknown, or a device doesn't exist.
