@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -57,7 +58,9 @@ ReturnToService=2
 SlurmdParameters=config_overrides
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
-NodeName={first},{second} CPUs=4 State=UNKNOWN
+SchedulerParameters=bf_interval=1
+GresTypes=gpu
+NodeName={first},{second} CPUs=4 Gres=gpu:4 State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -90,6 +93,9 @@ def slurm(munge: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
     conf = folder / "slurm.conf"
     (folder / "state").mkdir()
     conf.write_text(CONF.format(first=NAMES[0], second=NAMES[1], folder=folder))
+    (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-3]\n")
+    for index in range(4):  # Slurm deals out files of devices, whatever they are
+        os.mknod(folder / f"gpu{index}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
     environ = {**os.environ, "PATH": PATH, "SLURM_CONF": str(conf)}
 
     def run(*command: str) -> subprocess.CompletedProcess[str]:
@@ -128,7 +134,12 @@ def script(folder: Path, source: str) -> str:
 
 def told(done: subprocess.CompletedProcess[str]) -> list[str]:
     assert done.returncode == 0, done.stdout + done.stderr
-    return sorted((line.partition("] ")[2] for line in done.stdout.splitlines()), key=lambda line: line.split()[1])
+    return sorted(lines_of(done.stdout), key=lambda line: line.split()[1])
+
+
+def lines_of(output: str) -> list[str]:
+    """Returns the lines without the ranks that a launcher puts before them."""
+    return [re.sub(r"^\[\d+\] ", "", line) for line in output.splitlines()]
 
 
 def test_a_task_for_each_rank_or_for_each_node(slurm: Run, tmp_path: Path) -> None:
@@ -143,6 +154,42 @@ def test_a_task_for_each_rank_or_for_each_node(slurm: Run, tmp_path: Path) -> No
         "kdslurm1 2 4 0 2 1 2 eth0",
         "kdslurm1 3 4 1 2 1 2 eth0",
     ]
+
+
+PLACE = """
+import socket
+from keras_dist.environment import detect_launch
+launch = detect_launch()
+hosts = [worker.partition(":")[0] for worker in launch.workers]
+place = launch.topology
+print(socket.gethostname(), place.rank, place.size, place.local_rank, place.local_size, *hosts)
+"""
+
+
+@pytest.mark.parametrize(
+    ("step", "places"),
+    [
+        # SLURM_STEP_TASKS_PER_NODE is 2(x2).
+        ([("-N2", "--ntasks-per-node=2")],
+         ["kdslurm0 0 4 0 2", "kdslurm0 1 4 1 2", "kdslurm1 2 4 0 2", "kdslurm1 3 4 1 2"]),
+        # Two components; the nodes are numbered as they come, the list of their names is sorted.
+        ([("-w", "kdslurm0", "-n2"), ("-w", "kdslurm1", "-n1")],
+         ["kdslurm0 0 3 0 2", "kdslurm0 1 3 1 2", "kdslurm1 2 3 0 1"]),
+        ([("-w", "kdslurm1", "-n2"), ("-w", "kdslurm0", "-n1")],
+         ["kdslurm0 0 3 0 1", "kdslurm1 1 3 0 2", "kdslurm1 2 3 1 2"]),
+    ],
+)  # fmt: skip
+def test_the_places_of_a_step_also_of_a_heterogeneous_one(
+    slurm: Run, tmp_path: Path, step: list[tuple[str, ...]], places: list[str]
+) -> None:
+    def srun(*command: str) -> list[str]:
+        components = [[":", *options, *command] for options in step]
+        return told(slurm("srun", *sum(components, [])[1:]))
+
+    hosts = " ".join(place.split()[0] for place in places)
+    assert srun(sys.executable, script(tmp_path, PLACE)) == [f"{place} {hosts}" for place in places]
+    ranks = srun(*OURS, "--output", "all", script(tmp_path, TELL))
+    assert [" ".join(rank.split()[:5]) for rank in ranks] == places
 
 
 def test_a_rank_that_fails_ends_the_step_with_its_code(slurm: Run, tmp_path: Path) -> None:
@@ -164,11 +211,63 @@ def test_inside_an_allocation_a_launcher_is_alone_and_python_is_serial(slurm: Ru
 def test_the_numbers_are_those_of_one_process(slurm: Run, tmp_path: Path, backend: str) -> None:
     path = script(tmp_path, TRAIN)
     one = found(slurm(sys.executable, path).stdout)[1]
-    done = slurm("srun", "-N2", "-n2", *OURS, "--backend", backend, path)
+    done = slurm("srun", "-N2", "-n2", "-c1", "env", "KERAS_DIST_LOG=debug", *OURS, "--backend", backend, path)
     assert done.returncode == 0, done.stderr
     places, weights = found(done.stdout)
     assert places == [[0, 0, 1], [1, 0, 1]]
     assert_close(weights, one)
+    # Nobody binds the tasks here, so each has the threads of the core that it asked for.
+    assert os.cpu_count() == 1 or re.search(r"cores: [\d,]+ of \d+, and 1 threads within the limit", done.stderr)
+
+
+# The GPUs that Slurm shows this task are CPUs, as many, once keras_dist takes them.
+STAND_INS = """
+import os
+import tensorflow as tf
+gpus = [tf.config.PhysicalDevice(f"GPU:{name}", "GPU") for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",")]
+plain = tf.config.list_physical_devices
+
+def take(chosen, kind):
+    print("takes", *(gpu.name for gpu in chosen), flush=True)
+    logical = [tf.config.LogicalDeviceConfiguration() for _ in chosen]
+    tf.config.set_logical_device_configuration(plain("CPU")[0], logical)
+
+tf.config.list_physical_devices = lambda kind=None: gpus if kind == "GPU" else plain(kind)
+tf.config.set_visible_devices = take
+tf.config.experimental.set_memory_growth = lambda gpu, enable: None
+tf.config.get_logical_device_configuration = lambda device: None
+"""
+
+
+@pytest.mark.parametrize("launcher", [[sys.executable], [*OURS, "--output", "all"]], ids=["python", "horovod"])
+def test_a_task_uses_all_gpus_that_slurm_shows_it(slurm: Run, tmp_path: Path, launcher: list[str]) -> None:
+    one = found(slurm(sys.executable, script(tmp_path, TRAIN)).stdout)[1]
+    path = script(tmp_path, STAND_INS + TRAIN + "\nprint('replicas', kd.num_replicas(), flush=True)\n")
+    done = slurm("srun", "-N1", "-n2", "--gpus-per-task=2", *launcher, path)
+    assert done.returncode == 0, done.stderr
+    lines = sorted(lines_of(done.stdout))
+    assert [line for line in lines if line.startswith(("takes", "replicas"))] == [
+        "replicas 4", "replicas 4", "takes GPU:0 GPU:1", "takes GPU:2 GPU:3",
+    ]  # fmt: skip
+    places, weights = found("\n".join(lines))
+    assert sorted(places) == [[0, 0, 2], [1, 1, 2]]
+    assert_close(weights, one)
+
+
+SERVED = f"""
+import json
+{SMALL_MODEL}
+history = model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0).history
+print("found:", json.dumps([history["loss"], [weight.tolist() for weight in model.get_weights()]]))
+"""
+
+
+def test_parameter_servers_on_two_nodes_have_the_numbers_of_one_process(slurm: Run, tmp_path: Path) -> None:
+    path = script(tmp_path, SERVED)
+    done = slurm("srun", "--nodes=2", "--ntasks-per-node=1", *OURS, "--workers", "2", "--ps", "1", path)
+    assert done.returncode == 0, done.stderr
+    assert "parameter_server (2 workers, 1 servers, sync; started by keras-dist run)" in done.stderr
+    assert_close(found(done.stdout), found(slurm(sys.executable, path).stdout))
 
 
 # As Debian makes /etc/hosts: on each host its own name leads to the loopback interface.
@@ -242,16 +341,18 @@ if kd.is_chief():
 """
 
 
+@pytest.mark.timeout(600)
 def test_the_script_of_the_page_for_sbatch_is_requeued_and_resumes(slurm: Run, tmp_path: Path) -> None:
     script(tmp_path, REQUEUED)
     fence = re.search(r"```sh\n(#!/bin/sh\n#SBATCH.*?)```", (ROOT / "docs/clusters.md").read_text(), re.DOTALL)
     (tmp_path / "train.sh").write_text(fence[1])
     here = ("--chdir", str(tmp_path), "--ntasks-per-node=1")
-    job = slurm("sbatch", "--parsable", *here, str(tmp_path / "train.sh")).stdout.strip()
+    # The signal comes 45 to 75 s after the start: Slurm looks every half minute.
+    limits = ("--time=2", "--signal=TERM@45")
+    job = slurm("sbatch", "--parsable", *here, *limits, str(tmp_path / "train.sh")).stdout.strip()
     try:
         until((tmp_path / "ready").exists)
-        slurm("scancel", "-s", "TERM", job)
-        until((tmp_path / "result.json").exists, 150)
+        until((tmp_path / "result.json").exists, 300)
         until(lambda: slurm("squeue", "-h").stdout == "")
     finally:
         slurm("scancel", job)
