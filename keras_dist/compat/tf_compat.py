@@ -16,7 +16,7 @@ import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx, config
 from tensorflow.python.autograph.impl import api as autograph
 from tensorflow.python.distribute import distribute_lib, values
-from tensorflow.python.eager import context, executor
+from tensorflow.python.eager import context, executor, record
 from tensorflow.python.framework import errors, ops
 from tensorflow.python.ops import array_ops, resource_variable_ops
 
@@ -40,6 +40,37 @@ def patched(owner: Any, **values: Any) -> Iterator[None]:
             change.__delattr__(owner, name)
         for name, value in before.items():
             change.__setattr__(owner, name, value)
+
+
+_LOWERED = 1000.0  # to what part gradients are clipped in a step that is tried out
+
+
+@contextlib.contextmanager
+def clipping_at_once() -> Iterator[None]:
+    """Lowers what TensorFlow's functions clip to, in this context, so that a step that clips shows it.
+
+    `clip_by_value` has many uses. Of gradients it clips from both sides alike, after the tape has ended.
+    """
+
+    def lowered(plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def clip(values: Any, clip_norm: Any, *args: Any, **kwargs: Any) -> Any:
+            return plain(values, clip_norm / _LOWERED, *args, **kwargs)
+
+        return clip
+
+    plain_by_value = tf.clip_by_value
+
+    @functools.wraps(plain_by_value)
+    def by_value(t: Any, clip_value_min: Any, clip_value_max: Any, *args: Any, **kwargs: Any) -> Any:
+        are_numbers = isinstance(clip_value_min, int | float) and isinstance(clip_value_max, int | float)
+        if are_numbers and clip_value_min == -clip_value_max and not record.could_possibly_record():
+            clip_value_min, clip_value_max = clip_value_min / _LOWERED, clip_value_max / _LOWERED
+        return plain_by_value(t, clip_value_min, clip_value_max, *args, **kwargs)
+
+    of_norm = {name: lowered(getattr(tf, name)) for name in ("clip_by_norm", "clip_by_global_norm")}
+    with patched(tf, clip_by_value=by_value, **of_norm):
+        yield
 
 
 @contextlib.contextmanager

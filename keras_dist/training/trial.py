@@ -457,6 +457,7 @@ def without_graph(model: keras.Model, optimizers: Sequence[Any]) -> Iterator[Non
         stack.enter_context(tf_compat.functions_run_eagerly(True))
         stack.enter_context(attached(model, keras_fit.RUN_EAGERLY, True))
         stack.enter_context(keras_random.kept_draws())
+        stack.enter_context(tf_compat.clipping_at_once())
         stack.enter_context(tf.summary.record_if(False))
         stack.enter_context(descending(optimizers))  # what is compared are gradients
         yield
