@@ -243,7 +243,8 @@ class DistributedModel(Verified):
         call.set("return_dict", True)
         kind = "train" if call.name == "train_on_batch" else "test"
         with self._running(call), attached(self, "_kind", kind):
-            logs = getattr(self._model, keras_fit.METRICS_RESULT)(call())
+            in_order = call()  # that of the traced step; the metrics have another one
+            logs = dict.fromkeys(in_order) | getattr(self._model, keras_fit.METRICS_RESULT)(in_order)
         logs = keras.tree.map_structure(as_number, logs)
         return logs if return_dict else keras_model.flatten_metrics(self._model, logs)
 

@@ -464,7 +464,7 @@ def test_train_on_batch(distribute: Any) -> Numbers:
     model, (x, y) = compiled(distribute, metrics=["mae"]), numbers()
     logs = [model.train_on_batch(x[i : i + 5], y[i : i + 5]) for i in range(0, 20, 5)]
     named = model.train_on_batch(x[:1], y[:1], return_dict=True)
-    return {"logs": logs, "named": named, "weights": model.get_weights()}
+    return {"logs": logs, "named": named, "in_order": list(named.values()), "weights": model.get_weights()}
 
 
 @contract("test-on-batch", covered_by=("train-on-batch",))
