@@ -98,7 +98,6 @@ class ReplicaBackend(Backend):
             ReplicaScope(count, metrics, self._own(index), _refuse_assignment) for index, count in enumerate(counts)
         ]
         group = _ReplicaGroup(scopes, self._parameter_device)
-        state = keras_strategy.thread_state()
 
         def replica(index: int, merge: tf_compat.Merge) -> None:
             keras_strategy.set_thread_state(state)
@@ -108,7 +107,7 @@ class ReplicaBackend(Backend):
                 outputs[index] = function(index)
 
         explained = explained_gradients(lambda: [v.path for v in scopes[0].assigned() if v.trainable])
-        with keras_strategy.losses_of_each_replica(), explained:
+        with keras_strategy.losses_of_each_replica(), explained, keras_strategy.thread_state() as state:
             tf_compat.call_for_each_replica(self._strategy, replica)
         if group.has_new_variables:
             tf_compat.trace_again()  # a step may do other things before its optimizer is built: scale a loss

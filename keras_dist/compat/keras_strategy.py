@@ -17,7 +17,7 @@ from keras.src.losses import loss as loss_module
 from keras.src.random import seed_generator
 from tensorflow.python.distribute import values_util
 
-from keras_dist.compat import keras_model, tf_compat, tf_graphs
+from keras_dist.compat import keras_model, keras_random, tf_compat, tf_graphs
 from keras_dist.compat.keras_losses import weighted_updates, whole_moments
 from keras_dist.compat.keras_model import attach, attached_to, backing, flatten_layers, global_state
 from keras_dist.compat.tf_compat import patched
@@ -248,14 +248,21 @@ def assign(variable: Any, value: Any) -> None:
         variable._direct_assign(value)
 
 
-def thread_state() -> dict[str, Any]:
-    """Returns the state that Keras keeps per thread: the dtype policy, the random generator, open scopes."""
-    before = random.getstate()
+@contextlib.contextmanager
+def thread_state() -> Iterator[dict[str, Any]]:
+    """Yields the state that Keras keeps per thread: the dtype policy, the random generator, open scopes."""
+    is_new, before = keras_random.global_seed_generator() is None, random.getstate()
     # Create it here: created in a replica's thread, it would be lost, and in a trace it would have no value yet.
     with tf.init_scope(), tf_compat.variables_made_by():
-        seed_generator.global_seed_generator()
+        generator = seed_generator.global_seed_generator()
     random.setstate(before)  # Keras draws its seed from Python's generator, from which layers draw theirs
-    return _copied(vars(global_state.GLOBAL_STATE_TRACKER))
+    drawn: list[Any] = []
+    with keras_random.observed(drawn.append):
+        yield _copied(vars(global_state.GLOBAL_STATE_TRACKER))
+    if is_new and any(state is generator.state for state in drawn):
+        seed_generator.make_default_seed()  # as Keras has drawn it
+    elif is_new:  # it gets another seed where the script first draws from it
+        global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, None)
 
 
 def set_thread_state(state: dict[str, Any]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -176,27 +178,41 @@ def test_keras_keeps_its_state_for_each_thread() -> None:
     """Once this fails, the state need not be copied to a replica's thread."""
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:
-        state = keras_strategy.thread_state()
+        with keras_strategy.thread_state() as state:
 
-        def given() -> str:
-            keras_strategy.set_thread_state(state)
-            return str(keras.config.dtype_policy().name)
+            def given() -> str:
+                keras_strategy.set_thread_state(state)
+                return str(keras.config.dtype_policy().name)
 
-        assert in_a_thread(lambda: keras.config.dtype_policy().name) == "float32"
-        assert in_a_thread(given) == "mixed_bfloat16"
+            assert in_a_thread(lambda: keras.config.dtype_policy().name) == "float32"
+            assert in_a_thread(given) == "mixed_bfloat16"
     finally:
         keras.config.set_dtype_policy("float32")
 
 
 def test_open_scopes_of_a_thread_are_its_own() -> None:
-    with keras.name_scope("outer"):
-        state = keras_strategy.thread_state()
+    with keras.name_scope("outer"), keras_strategy.thread_state() as state:
         stacks = [value for value in state.values() if isinstance(value, list) and value]
     assert stacks, "name scopes are no longer kept in a list"
     keras_strategy.set_thread_state(state)
     with keras.name_scope("inner"):
         assert all(len(stack) == 1 for stack in stacks)
     keras.backend.clear_session()
+
+
+def test_replicas_leave_the_random_state_of_a_script_as_keras_does() -> None:
+    """Keras makes its global generator where it is first used, by a seed from Python's."""
+
+    def drawn(draws: bool, replicas: bool) -> list[float]:
+        keras.utils.set_random_seed(3)
+        with keras_strategy.thread_state() if replicas else contextlib.nullcontext():
+            first = float(keras.random.uniform(())) if draws else 0.0
+        return [first, random.random(), float(keras.random.uniform(()))]
+
+    for draws in (False, True):
+        plain, actual = drawn(draws, False), drawn(draws, True)
+        assert actual == plain, draws
+    assert drawn(False, True)[2] != drawn(True, True)[2]
 
 
 def test_variables_made_inside_have_their_value_at_once() -> None:
