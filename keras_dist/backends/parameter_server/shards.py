@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import tensor_pb2
 
-from keras_dist.backends.parameter_server.cluster import first_devices
+from keras_dist.backends.parameter_server.cluster import HERE, first_devices
 from keras_dist.backends.parameter_server.exchange import NO_FINGERPRINT, Outputs, type_of
 from keras_dist.compat import keras_model, tf_compat, tf_data
 from keras_dist.compat.keras_model import attach
@@ -273,7 +273,9 @@ class RemoteSteps:
 
     def __call__(self, iterator: Any, run: int, count: int, call: int, args: Any) -> Any:
         """Makes the steps of a call on `count` batches; `run` is 1 for the first time. `args` are of all steps."""
-        return self._traced(iterator, tf.constant([call, run]), tf.constant(count), args)
+        with tf.device(HERE):  # on a worker a constant would be sent in a call of its own, while Python stands still
+            numbers = tf.constant([call, run]), tf.constant(count)
+        return self._traced(iterator, *numbers, args)
 
     def results(self, sent: Any) -> Done:
         """Returns the results of a call from what it returned, `None` if there was no batch."""
