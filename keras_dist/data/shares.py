@@ -85,8 +85,10 @@ def cut(batch: Any, rank: int, size: int) -> Share:
     total = lengths[0] if lengths else 1
     can_be_cut = all_equal(lengths)
     start, stop = share_bounds(total, rank, size)
-    first_row = tf.minimum(start, tf.maximum(total - 1, 0))
-    stop_row = tf.minimum(tf.maximum(stop, first_row + 1), total)
+    # Of a length that is known no operation: parameter servers cut each batch eagerly.
+    least, most = (min, max) if isinstance(total, int) else (tf.minimum, tf.maximum)
+    first_row = least(start, most(total - 1, 0))
+    stop_row = least(most(stop, first_row + 1), total)
     count = stop - start
     if can_be_cut is not True:
         count = tf.where(can_be_cut, count, total if rank == 0 else 0)
