@@ -27,7 +27,7 @@ import tensorflow as tf
 from keras_dist.backends.parameter_server import cluster as tasks
 from keras_dist.backends.parameter_server.cluster import HERE, SERVER, WORKER, Cluster, device, is_on_server
 from keras_dist.backends.parameter_server.exchange import ShareStep, type_of
-from keras_dist.backends.parameter_server.shards import ShardBatch, ShardReader, packed
+from keras_dist.backends.parameter_server.shards import ShardBatch, ShardReader, packed, unpacked
 from keras_dist.comm.replicas import ReplicaBackend
 from keras_dist.comm.watchdog import answers, why_no_grpc
 from keras_dist.compat import keras_model, keras_random, tf_compat
@@ -57,9 +57,8 @@ class RemoteFunction:
     def results(self, sent: Any) -> Any:
         """Returns the results of a call from what it returned."""
         strings, others = sent
-        together, apart = iter(tf.unstack(strings)), iter(others)
-        specs = zip(tf.nest.flatten(self._specs, expand_composites=True), self._packs, strict=True)
-        leaves = [tf.io.parse_tensor(next(together), spec.dtype) if packs else next(apart) for spec, packs in specs]
+        together, apart = map(tf.constant, unpacked(strings.numpy())), iter(others)
+        leaves = [next(together if packs else apart) for packs in self._packs]
         return tf.nest.pack_sequence_as(self._specs, leaves, expand_composites=True)
 
     def _run(self, data: Any, *args: Any) -> tuple[Any, list[Any]]:

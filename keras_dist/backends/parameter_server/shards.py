@@ -240,9 +240,8 @@ def packed(tensors: Sequence[Any]) -> Any:
     return tf.stack([tf.io.serialize_tensor(tensor) for tensor in tensors]) if tensors else tf.zeros([0], tf.string)
 
 
-def _arrays(packed: Any) -> list[np.ndarray]:
-    """Returns the tensors of a packed `_State`. Operations would take longer than the other work of a step here."""
-    texts = tf.make_ndarray(tensor_pb2.TensorProto.FromString(packed.numpy()))
+def unpacked(texts: Any) -> list[np.ndarray]:
+    """Returns `packed` tensors. Operations would take longer than the other work of a step here."""
     return [tf.make_ndarray(tensor_pb2.TensorProto.FromString(text)) for text in texts]
 
 
@@ -281,7 +280,7 @@ class RemoteSteps:
         """Returns the results of a call from what it returned, `None` if there was no batch."""
         if sent is None:
             return Done(0, True, None)
-        _, steps, has_ended, *others = _arrays(sent)
+        _, steps, has_ended, *others = unpacked(*unpacked([sent.numpy()]))
         if not steps:
             return Done(0, bool(has_ended), None)
         metrics, leaves = others[: len(self._metrics)], others[len(self._metrics) :]
