@@ -68,7 +68,6 @@ OTHERS = {
         optimizers.OptimizerMap(optimizers.Adam(0.01, clipnorm=0.1), {".*bias": optimizers.SGD(0.1, momentum=0.9)})
     ),
     "cosine-decay": lambda: optimizers.SGD(optimizers.schedules.CosineDecay(0.0, 6, warmup_target=0.3, warmup_steps=2)),
-    "learning-rate-schedule": lambda: optimizers.SGD(optimizers.schedules.ExponentialDecay(0.2, 2, 0.7)),
     # 8 steps, an update every 3 steps.
     "gradient-accumulation": lambda: optimizers.Adam(0.01, gradient_accumulation_steps=3, clipnorm=0.05),
     "ema-overwrite": lambda: optimizers.SGD(0.1, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3),
@@ -77,7 +76,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "nadam": {"covered_by": ("adam", "optimizers-found")},
     "schedule-free-adamw": {"covered_by": ("adam",), "since": "3.14"},
     "multi-optimizer": {"covered_by": ("optimizers-found",), "since": "3.15"},
-    **dict.fromkeys(("cosine-decay", "learning-rate-schedule"), {"covered_by": ("scale-learning-rate-schedules",)}),
+    "cosine-decay": {"covered_by": ("scale-learning-rate-schedules",)},
     "gradient-accumulation": {"sizes": (3,), "covered_by": ("gradient-accumulation-remainder", "adam")},
     "ema-overwrite": {"covered_by": ("ema-overwrite-at-end",)},
 }
@@ -103,6 +102,15 @@ for maker in MAKERS:
         add_clipped(maker, clip)
 for name in OTHERS:
     add_test(name, OTHERS[name], **OPTIONS.get(name, {"covered_by": ("adam",)}))
+
+
+@contract("learning-rate-schedule", covered_by=("scale-learning-rate-schedules",))
+def test_schedules(distribute: Any) -> Numbers:
+    """Keras uses another schedule once it traces another step: here one with weights."""
+    model = compiled(distribute, optimizers.SGD(optimizers.schedules.ExponentialDecay(0.2, 2, 0.7)))
+    first, (x, y) = fitted(model, *numbers()), numbers()
+    model.optimizer.learning_rate = optimizers.schedules.InverseTimeDecay(0.05, 3, 0.5)
+    return {"first": first, **fitted(model, x, y, sample_weight=np.linspace(0.5, 1.5, len(x)))}
 
 
 contract("ema-overwrite-at-end")(

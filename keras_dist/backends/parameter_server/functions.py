@@ -191,7 +191,7 @@ class Functions:
         self._phases: list[Phase] = []
         self._statistics: list[Any] = []
         self._whole: set[int] = set()  # ids of those that were assigned what the whole batch gives
-        traced = _untraced if model.run_eagerly else tf_compat.often_traced  # by each model
+        traced = self._traced = _untraced if model.run_eagerly else tf_compat.often_traced  # by each model
         self.test_share = functools.partial(self._look_on_share, "test")
         self.predict_share = functools.partial(self._look_on_share, "predict")
         self.apply = traced(self._apply)
@@ -215,6 +215,7 @@ class Functions:
                 "Leave run_eagerly=True out of `compile`, or pass dense inputs: tf.sparse.to_dense(x).",
             )
         self._phases[phase:] = [recorder.phase]
+        self.apply = self._traced(self._apply)  # again, as Keras does: the optimizer may have another schedule
         self._statistics, self._whole = self._assigned(recorder), recorder.whole
         outputs = self._outputs(recorder, logs)
         values = outputs.statistics
