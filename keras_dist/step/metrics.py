@@ -296,9 +296,9 @@ def flat(logs: dict[str, Any]) -> dict[str, Any]:
 
 
 def tensor_of(value: Any) -> Any:
-    """Returns a variable's value; anything else as it is. NumPy can't read a variable of several cores."""
-    value = value.value if isinstance(value, keras.Variable) else value
-    return tf.convert_to_tensor(value) if isinstance(value, tf.Variable | tf.distribute.DistributedValues) else value
+    """Returns the value of a Keras variable, or of a variable of several cores, which NumPy can't read."""
+    value = value.value if (is_keras := isinstance(value, keras.Variable)) else value
+    return tf.convert_to_tensor(value) if is_keras or isinstance(value, tf.distribute.DistributedValues) else value
 
 
 def as_number(log: Any) -> Any:
