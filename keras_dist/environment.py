@@ -353,8 +353,8 @@ def slurm_cores(environ: Mapping[str, str]) -> int | None:
     return int(number) if number.isdecimal() and is_slurm_task(environ) and not slurm_binds(environ) else None
 
 
-def slurm_place(environ: Mapping[str, str]) -> tuple[int, list[str], list[int]]:
-    """Returns the rank of this task of `srun`, and the hosts of the step with their numbers of tasks.
+def slurm_place(environ: Mapping[str, str]) -> tuple[Topology, list[str], list[int]]:
+    """Returns the place of this task of `srun` among all, and the hosts of the step with their numbers of tasks.
 
     The ranks are numbered by hosts, whatever Slurm's distribution is: each task knows how many there are on each host,
     but not which. By default these are Slurm's own numbers. `SLURM_NODEID` may count the hosts in another order than
@@ -366,7 +366,8 @@ def slurm_place(environ: Mapping[str, str]) -> tuple[int, list[str], list[int]]:
     fits = len(hosts) == len(counts) and sum(counts) == _number(environ, "SLURM_STEP_NUM_TASKS") and own in hosts
     if not fits or not 0 <= local_rank < counts[hosts.index(own)] or _number(environ, "SLURM_JOB_ID") < 0:
         raise _bad_step("Slurm's variables for this step do not fit each other.", environ)
-    return sum(counts[: hosts.index(own)]) + local_rank, hosts, counts
+    host = hosts.index(own)
+    return Topology(sum(counts[:host]) + local_rank, sum(counts), local_rank, counts[host]), hosts, counts
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
@@ -377,14 +378,13 @@ def _slurm_launch(environ: Mapping[str, str]) -> Launch | None:
     """`srun python train.py` with several tasks: each is a rank. Those of a launcher of ours have its variables."""
     if environ.get(LAUNCHER) or not is_slurm_task(environ) or environ["SLURM_STEP_NUM_TASKS"] == "1":
         return None
-    rank, hosts, counts = slurm_place(environ)
+    topology, hosts, counts = slurm_place(environ)
     # Ports of their own for each step, also if several jobs, whose numbers are close, share a node.
     step = 31 * _number(environ, "SLURM_JOB_ID") + _number(environ, "SLURM_STEP_ID")
     first = PORTS[step * max(counts) % (len(PORTS) - max(counts))]
     places = zip(hosts if len(hosts) > 1 else [store.LOOPBACK], counts, strict=True)
     workers = tuple(f"{host}:{first + index}" for host, count in places for index in range(count))
-    local_rank, local_size = _number(environ, "SLURM_LOCALID"), counts[hosts.index(environ["SLURMD_NODENAME"])]
-    return Launch("srun", Topology(rank, len(workers), local_rank, local_size), workers=workers, place=(0, 1))
+    return Launch("srun", topology, workers=workers, place=(0, 1))
 
 
 def expand_hosts(text: str) -> list[str]:

@@ -312,7 +312,6 @@ def functions_run_eagerly(eagerly: bool) -> Iterator[None]:
 def often_traced(function: Callable[..., Any], *, keeps_shapes: bool = False) -> Callable[..., Any]:
     """Returns a function that may be traced often, for each name or model, without a warning.
 
-
     Unless it `keeps_shapes`, one trace takes tensors of several shapes.
     """
     traced = tf.function(function, autograph=False, reduce_retracing=not keeps_shapes)

@@ -283,7 +283,6 @@ def _groups(
 ) -> tf.data.Dataset:
     """Returns the results of a function of the shares of each step, one for each rank. The batches are not copied.
 
-
     In an incomplete step the first batches are from the step before, and are not counted.
     """
     spec, length = batch_spec(dataset), batches_per_epoch or tf.int64.max

@@ -380,10 +380,10 @@ def _slurm(environ: Mapping[str, str]) -> dict[str, str]:
     """A task of `srun`. A launcher in the shell of `salloc` or the script of `sbatch` is alone."""
     if not environment.is_slurm_task(environ):
         return {}
-    rank, hosts, counts = environment.slurm_place(environ)
+    topology, hosts, _ = environment.slurm_place(environ)
     step = int(environ["SLURM_JOB_ID"]) + int(environ["SLURM_STEP_ID"])
     port = environment.PORTS[step % len(environment.PORTS)]
-    place = {"nnodes": str(sum(counts)), "node_rank": str(rank)}
+    place = {"nnodes": str(topology.size), "node_rank": str(topology.rank)}
     host = hosts[0] if len(hosts) > 1 else store.LOOPBACK
     return {**place, "rendezvous": f"{host}:{port}", "num_processes": "1"}
 

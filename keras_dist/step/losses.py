@@ -26,7 +26,7 @@ from keras_dist.logging import logger
 from keras_dist.step import step as step_module
 from keras_dist.step.dependence import Arguments, Kind, Proof, traced
 from keras_dist.step.gathering import check_own_rows, gather
-from keras_dist.step.step import Step
+from keras_dist.step.step import Step, ratio
 
 
 def rescale(
@@ -45,7 +45,7 @@ def rescale(
     if reduction == "sum":
         with tf.control_dependencies([check_own_rows(step, values, "a loss with reduction='sum'")]):
             loss = tf.identity(loss)
-        return loss * _ratio(step.total, step.count, loss.dtype)
+        return loss * ratio(step.total, step.count, loss.dtype)
     # Keras divides this reduction by the sum of this; others by the number of entries.
     used = (weights, mask) if reduction == "mean_with_sample_weight" else (mask,)
     parts = [tf.cast(part, step.dtype) for part in used if part is not None]
@@ -54,7 +54,7 @@ def rescale(
     summands = parts[0] if len(parts) == 1 else _same_rank(parts[0], parts[1]) * parts[1]
     denominator, counted = step.denominators(summands)
     total = tf.stop_gradient(sum_over_replicas(counted, step.next_name("denominator")))
-    factor = tf.math.divide_no_nan(denominator, total) * _ratio(step.total, step.count, step.dtype)
+    factor = tf.math.divide_no_nan(denominator, total) * ratio(step.total, step.count, step.dtype)
     return loss * tf.cast(tf.stop_gradient(factor), loss.dtype)
 
 
@@ -97,7 +97,6 @@ def on_whole_batch(
 def of_own_function(exchange: Backend, counted: Sequence[Any], call: Callable[..., Any], given: Any) -> Any:
     """Calls a model's own `compute_loss` on the current share. Where its value is not proven to be a mean over the
     rows, or its values to depend on single rows, it is called on the whole batch.
-
 
     What it adds to `counted`, the variables of the model's metrics, counts once, not once for each replica.
     """
@@ -175,11 +174,7 @@ def of_each_example(step: Step | None, losses: Any) -> Any:
         return losses
     others = tf.maximum(step.total - tf.shape(losses)[0], 0)
     padding = tf.pad(others[None, None], [[0, losses.shape.rank - 1], [1, 0]])
-    return tf.pad(losses, padding) * _ratio(step.total, step.count, losses.dtype)
-
-
-def _ratio(numerator: Any, denominator: Any, dtype: Any) -> Any:
-    return tf.math.divide_no_nan(tf.cast(numerator, dtype), tf.cast(denominator, dtype))
+    return tf.pad(losses, padding) * ratio(step.total, step.count, losses.dtype)
 
 
 def _same_rank(weights: Any, mask: Any) -> Any:

@@ -297,8 +297,8 @@ def flat(logs: dict[str, Any]) -> dict[str, Any]:
 
 def tensor_of(value: Any) -> Any:
     """Returns the value of a Keras variable, or of a variable of several cores, which NumPy can't read."""
-    value = value.value if (is_keras := isinstance(value, keras.Variable)) else value
-    return tf.convert_to_tensor(value) if is_keras or isinstance(value, tf.distribute.DistributedValues) else value
+    is_unread = isinstance(value, keras.Variable | tf.distribute.DistributedValues)
+    return tf.convert_to_tensor(value) if is_unread else value
 
 
 def as_number(log: Any) -> Any:

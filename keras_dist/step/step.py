@@ -76,6 +76,8 @@ class RowRange(NamedTuple):
 class Step:
     """One step of one rank."""
 
+    shares = None  # how many meet in a reduction, an integer scalar; `None` if that is the number of replicas
+
     count: Any  # int32 scalar, the number of examples in this rank's share
     total: Any  # int32 scalar, the number of examples in the global batch
     fingerprint: Any  # float32 scalar, the hash of the global batch
@@ -105,11 +107,6 @@ class Step:
         return tf.float64
 
     @property
-    def shares(self) -> Any:
-        """How many shares meet in a reduction, an integer scalar; `None` if that is the number of replicas."""
-        return None
-
-    @property
     def position(self) -> Any:
         """The index of this share among those that are gathered."""
         return self.replica
@@ -117,7 +114,7 @@ class Step:
     @property
     def part(self) -> Any:
         """This share's fraction of the global batch, a scalar."""
-        return tf.math.divide_no_nan(tf.cast(self.count, self.dtype), tf.cast(self.total, self.dtype))
+        return ratio(self.count, self.total, self.dtype)
 
     @property
     def part_of_gradients(self) -> Any:
@@ -178,6 +175,11 @@ class Step:
         return name
 
 
+def ratio(numerator: Any, denominator: Any, dtype: Any) -> Any:
+    """Returns a fraction of two numbers, 0 where the denominator is 0."""
+    return tf.math.divide_no_nan(tf.cast(numerator, dtype), tf.cast(denominator, dtype))
+
+
 def _weighted(gradient: Any, weight: Any) -> Any:
     if gradient is None:
         return None
@@ -210,7 +212,7 @@ def weight_of_sum(losses: Any) -> Any:
     step = current()
     if step is None:
         return None
-    weight = tf.math.divide_no_nan(tf.cast(step.total, step.dtype), tf.cast(step.count, step.dtype))
+    weight = ratio(step.total, step.count, step.dtype)
     return tf.where(tf.shape(losses)[0] == step.count, weight, tf.ones_like(weight))
 
 

@@ -11,7 +11,6 @@ A layer of the user's own that collects state, or adds a loss that is not a mean
 a running mean), gets the inputs of all shares. So every replica computes what one process would, and returns the
 outputs for its own share. What a layer does is read from the graph of its `call`, which is traced once more for this.
 
-
 Keras compiles a whole step, but XLA cannot compile an operation that waits for other processes. So here the outermost
 layer that a step calls, usually the model, is one compiled function, and so is its gradient. Whatever communicates with
 other replicas stays outside. A layer that communicates in its own forward pass (synchronized BatchNormalization,
@@ -425,7 +424,6 @@ def _greatest(exchange: Backend, number: Any) -> Any:
 def _replica() -> Any:
     step = step_module.current()
     # An update is the same on all replicas, including any noise in it.
-
     return None if step is None or keras_model.applying() is not None else step.replica
 
 

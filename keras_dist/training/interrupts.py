@@ -49,7 +49,7 @@ class Interrupts:
         self._topology = topology
         self._store: Any = store
         self._step = 0  # the current step, counted over all calls of `fit`; the same on all ranks
-        self._checks = 0  # how often `ends` was asked; the same on all ranks
+        self._checks = 0  # calls of `is_terminated`; the same on all ranks
         self._stops = 0
         self._is_interrupted = False
         self._received = 0

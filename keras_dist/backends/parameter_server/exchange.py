@@ -76,17 +76,13 @@ class ShareStep(Step):
     """A step on a share. Shares can't meet within it: the coordinator gathers what they tell, between two runs."""
 
     index: Any = 0  # of the share among those that are not empty
-    number: Any = 1  # of the shares that meet in a reduction
+    shares: Any = 1  # how many meet in a reduction
     # What all shares have told in the run before; empty in the first run, for which this share is the only one.
     gathered: Sequence[Any] = ()
     told: list[Any] = dataclasses.field(default_factory=list)  # by this share in this run
 
     def __post_init__(self) -> None:
         self._graph = tf.compat.v1.get_default_graph()
-
-    @property
-    def shares(self) -> Any:
-        return self.number
 
     @property
     def position(self) -> Any:

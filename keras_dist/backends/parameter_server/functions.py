@@ -194,7 +194,7 @@ class Functions:
         traced = self._traced = _untraced if model.run_eagerly else tf_compat.often_traced  # by each model
         self.test_share = functools.partial(self._look_on_share, "test")
         self.predict_share = functools.partial(self._look_on_share, "predict")
-        self.apply = traced(self._apply)
+        self.apply: Callable[..., None]  # with each trace of a step
         self._sums = traced(self._sums_of)
         self._count_metrics = traced(self._add_to_metrics)
 
@@ -215,7 +215,7 @@ class Functions:
                 "Leave run_eagerly=True out of `compile`, or pass dense inputs: tf.sparse.to_dense(x).",
             )
         self._phases[phase:] = [recorder.phase]
-        self.apply = self._traced(self._apply)  # again, as Keras does: the optimizer may have another schedule
+        self.apply = self._traced(self._apply)  # as Keras does: the optimizer may have another schedule than before
         self._statistics, self._whole = self._assigned(recorder), recorder.whole
         outputs = self._outputs(recorder, logs)
         values = outputs.statistics
@@ -247,7 +247,7 @@ class Functions:
         """
         count, total, replica, index, shares, start = tf.unstack(position)
         step = ShareStep(
-            count, total, tf.constant(0.0), replica=replica, number=shares if known.gathered else 1, data=data,
+            count, total, tf.constant(0.0), replica=replica, shares=shares if known.gathered else 1, data=data,
             index=index, gathered=known.gathered,
         )  # fmt: skip
         if self.is_exact:

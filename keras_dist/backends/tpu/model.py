@@ -108,7 +108,7 @@ class TPUModel(DistributedModel):
     # --- The strategy that Keras uses ---
 
     def local(self) -> Any:
-        """Refuses: no model belongs to this process alone, as the variables are on the TPU."""
+        """Changes nothing: no model belongs to this process alone, as the variables are on the TPU."""
         return contextlib.nullcontext()
 
     def scope(self) -> Any:

@@ -25,7 +25,7 @@ from keras_dist.data.pipeline import map_elements
 from keras_dist.data.shares import all_equal, lengths_of, row_count, share_bounds, static_length
 from keras_dist.errors import NotSupportedError
 from keras_dist.step import step as step_module
-from keras_dist.step.step import RowRange, Step
+from keras_dist.step.step import RowRange, Step, ratio
 from keras_dist.step.whole_batch import sum_statistics, whole_batch
 from keras_dist.training.loop import RankLoop, as_batches, has_examples
 
@@ -257,7 +257,7 @@ class FilledStep(TPUStep):
     rows: Any = None  # float vector: 1 for each real row, 0 for a filler row
 
     def mean_over_examples(self, loss: Any) -> Any:
-        return loss * tf.math.divide_no_nan(tf.cast(tf.size(self.rows), loss.dtype), tf.cast(self.count, loss.dtype))
+        return loss * ratio(tf.size(self.rows), self.count, loss.dtype)
 
     def denominators(self, summands: Any) -> tuple[Any, Any]:
         return tf.reduce_sum(summands), tf.reduce_sum(summands * like(self.rows, summands))
