@@ -42,7 +42,7 @@ def config_of(path: str) -> str:
     return re.sub(r'(?<="shared_object_id": )\d+', lambda match: ids.setdefault(match[0], str(len(ids))), text)
 
 
-@contract("save", sizes=(3,), also=("serial-1", "mirrored-2", "central_storage-2", "parameter_server-2", "tpu-1"))
+@contract("save", sizes=(3,), also=("serial-1", "mirrored-2", "parameter_server-2", "tpu-1"))
 def test_save(distribute: Any) -> Numbers:
     model = compiled(distribute, keras.optimizers.Adam(0.01, clipnorm=1.0), metrics=["mae"])
     result = fitted(model, *numbers())

@@ -151,7 +151,7 @@ class OwnLoss(Linear):
         return tf.reduce_mean(errors)
 
 
-@contract("loop-distributed-model", also=("tpu-8",), covered_by=("loop-eager",))
+@contract("loop-distributed-model", covered_by=("loop-eager",))
 def test_loop_distributed_model(distribute: Any) -> Numbers:
     def loop(model: Any) -> tuple[Any, Numbers]:
         loop = Loop(distribute)

@@ -151,6 +151,7 @@ def test_a_withheld_tensor_ends_by_the_stall_inspector_which_names_the_rank(comm
     assert "Horovod has been shut down" in out.partition("ENDED")[2]
 
 
+@pytest.mark.full
 @pytest.mark.timeout(60)
 def test_a_smoke_test_that_fails_shows_why_and_one_that_hangs_ends(tmp_path: Path) -> None:
     module = tmp_path / "tensorflow.py"

@@ -378,9 +378,9 @@ def test_a_cable_that_is_pulled_in_fit_under_horovodrun(launch: Start, hosts: Ho
         assert re.search(rf"while this rank was in model\.fit \(.*\); {why}", said)
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_a_cable_that_is_pulled_in_fit_without_a_launcher(launch: Start, hosts: Hosts, tmp_path: Path) -> None:
-    """In CI: TensorFlow's connections end within seconds."""
+    """TensorFlow's connections end within seconds."""
     for rank, (code, _, err) in enumerate(pull_the_cable(hosts, launch("tf-config", FIT), tmp_path)):
         assert code == 1
         assert f"PeerLostError: Another rank has gone, so rank {rank} of 2 can't continue." in err

@@ -51,7 +51,7 @@ def both(steps_per_execution: int) -> dict[str, Operations]:
     }
 
 
-@pytest.mark.parametrize("steps_per_execution", [pytest.param(1, marks=pytest.mark.ci), 3])
+@pytest.mark.parametrize("steps_per_execution", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_the_traced_step_has_the_same_operations(pools: Any, steps_per_execution: int) -> None:
     (operations,) = pools.get("serial", 1).run(both, steps_per_execution)
     assert {"MatMul", "AssignAddVariableOp"} <= {op for _, ops in operations["plain"] for op in ops}

@@ -15,6 +15,7 @@ import pytest
 import tensorflow as tf
 
 import keras_dist as kd
+from tests.forks import ForkServer
 from tests.multiprocess.launches import RUN, SCRIPTS, SERIAL_LINE, assert_close, found, logs_of, output_of, run
 
 SCRIPT = SCRIPTS / "train.py"
@@ -214,10 +215,10 @@ print("found:", json.dumps({
 
 
 @pytest.mark.ci
-def test_what_ranks_read_without_a_seed(tmp_path: Path) -> None:
+def test_what_ranks_read_without_a_seed(forks: ForkServer, tmp_path: Path) -> None:
     """They agree on the order, and all else is as random as in one process."""
     (tmp_path / "train.py").write_text(UNSEEDED)
-    plain = found(output_of(sys.executable, "train.py", folder=tmp_path))
+    plain = found(forks.run(UNSEEDED, tmp_path).stdout)
     output_of(*RUN, "-np", "2", "--log-dir", "logs", "train.py", folder=tmp_path)
     ranks = [found(log) for log in logs_of(tmp_path)]
 

@@ -32,8 +32,8 @@ from tests.multiprocess.launches import RUN as OURS
 PROGRAMS = ("slurmctld", "slurmd", "srun", "munged", "munge")
 PATH = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}:/usr/sbin"
 MISSING = ", ".join(name for name in PROGRAMS if shutil.which(name, path=PATH) is None)
+FULL = pytest.mark.full
 pytestmark = [
-    pytest.mark.full,
     pytest.mark.timeout(300),
     pytest.mark.skipif(bool(MISSING), reason=f"there is no {MISSING}: apt-get install slurmctld slurmd munge"),
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can start slurmd, and make network namespaces"),
@@ -142,6 +142,7 @@ def lines_of(output: str) -> list[str]:
     return [re.sub(r"^\[\d+\] ", "", line) for line in output.splitlines()]
 
 
+@pytest.mark.ci
 def test_a_task_for_each_rank_or_for_each_node(slurm: Run, tmp_path: Path) -> None:
     assert told(slurm("srun", "-N2", "-n3", *OURS, "--output", "all", script(tmp_path, TELL))) == [
         "kdslurm0 0 3 0 2 0 2 eth0",
@@ -166,6 +167,7 @@ print(socket.gethostname(), place.rank, place.size, place.local_rank, place.loca
 """
 
 
+@FULL
 @pytest.mark.parametrize(
     ("step", "places"),
     [
@@ -192,6 +194,7 @@ def test_the_places_of_a_step_also_of_a_heterogeneous_one(
     assert [" ".join(rank.split()[:5]) for rank in ranks] == places
 
 
+@FULL
 def test_a_rank_that_fails_ends_the_step_with_its_code(slurm: Run, tmp_path: Path) -> None:
     source = "import os, time\nos.environ['HOROVOD_RANK'] == '1' and os._exit(5)\ntime.sleep(60)\n"
     done = slurm("srun", "-N2", "-n2", *OURS, script(tmp_path, source))
@@ -199,6 +202,7 @@ def test_a_rank_that_fails_ends_the_step_with_its_code(slurm: Run, tmp_path: Pat
     assert (done.returncode, done.stderr.count(message)) == (5, 2)
 
 
+@FULL
 def test_inside_an_allocation_a_launcher_is_alone_and_python_is_serial(slurm: Run, tmp_path: Path) -> None:
     path = script(tmp_path, "import keras_dist as kd; kd.init(); print(kd.size())")
     assert slurm("salloc", "-N2", "-n2", "sh", "-c", f"{sys.executable} {path}").stdout == "1\n"
@@ -207,6 +211,7 @@ def test_inside_an_allocation_a_launcher_is_alone_and_python_is_serial(slurm: Ru
     assert told(slurm("salloc", "-N2", "-n2", "sh", "-c", f"cd / && {ours}"))[1].endswith(" 1 2 1 2 0 1 lo")
 
 
+@FULL
 @pytest.mark.parametrize("backend", ["horovod", "multi_worker"])
 def test_the_numbers_are_those_of_one_process(slurm: Run, tmp_path: Path, backend: str) -> None:
     path = script(tmp_path, TRAIN)
@@ -239,6 +244,7 @@ tf.config.get_logical_device_configuration = lambda device: None
 """
 
 
+@FULL
 @pytest.mark.parametrize("launcher", [[sys.executable], [*OURS, "--output", "all"]], ids=["python", "horovod"])
 def test_a_task_uses_all_gpus_that_slurm_shows_it(slurm: Run, tmp_path: Path, launcher: list[str]) -> None:
     one = found(slurm(sys.executable, script(tmp_path, TRAIN)).stdout)[1]
@@ -262,6 +268,7 @@ print("found:", json.dumps([history["loss"], [weight.tolist() for weight in mode
 """
 
 
+@FULL
 def test_parameter_servers_on_two_nodes_have_the_numbers_of_one_process(slurm: Run, tmp_path: Path) -> None:
     path = script(tmp_path, SERVED)
     done = slurm("srun", "--nodes=2", "--ntasks-per-node=1", *OURS, "--workers", "2", "--ps", "1", path)
@@ -274,6 +281,7 @@ def test_parameter_servers_on_two_nodes_have_the_numbers_of_one_process(slurm: R
 DEBIAN = 'file=$0-$(hostname); (echo "127.0.1.1 $(hostname)"; cat /etc/hosts) > $file; mount --bind $file /etc/hosts'
 
 
+@FULL
 def test_tasks_of_plain_python_are_ranks(slurm: Run, tmp_path: Path) -> None:
     """In the tier `full`, as all of this file: it needs Slurm."""
     path = script(tmp_path, TRAIN)
@@ -290,6 +298,7 @@ def test_tasks_of_plain_python_are_ranks(slurm: Run, tmp_path: Path) -> None:
     assert "can't connect to a second port" not in done.stderr
 
 
+@FULL
 def test_a_task_of_plain_python_that_fails_ends_all(slurm: Run, tmp_path: Path) -> None:
     source = "import os, keras_dist as kd\nkd.init()\nkd.rank() == 1 and os._exit(5)\nkd.barrier()\n"
     done = slurm("srun", "-N2", "-n2", sys.executable, script(tmp_path, source))
@@ -297,6 +306,7 @@ def test_a_task_of_plain_python_that_fails_ends_all(slurm: Run, tmp_path: Path) 
     assert f"rank 1 at {NAMES[1]}:" in done.stderr
 
 
+@FULL
 def test_a_node_whose_name_has_no_address_is_named(slurm: Run, tmp_path: Path) -> None:
     path = script(tmp_path, "import keras_dist as kd; kd.init()")
     host = ("unshare", "--mount", "sh", "-c", 'mount --bind /dev/null /etc/hosts && exec "$@"', "sh")
@@ -305,6 +315,7 @@ def test_a_node_whose_name_has_no_address_is_named(slurm: Run, tmp_path: Path) -
     assert f"ConfigurationError: The name of a node of this step has no address: {NAMES[0]} (" in done.stderr
 
 
+@FULL
 def test_a_task_that_is_no_rank_is_named(slurm: Run, tmp_path: Path) -> None:
     path = script(tmp_path, "import keras_dist as kd; kd.init()")
     one = f"[ $SLURM_PROCID = 1 ] || KERAS_DIST_JOIN_TIMEOUT=3 {sys.executable} {path}"
@@ -313,6 +324,7 @@ def test_a_task_that_is_no_rank_is_named(slurm: Run, tmp_path: Path) -> None:
     assert re.search(r"Received: missing: rank 1 at 127\.0\.0\.1:2\d{4}\n.*KERAS_DIST_BACKEND=serial", done.stderr)
 
 
+@FULL
 def test_the_self_test_has_our_launchers(slurm: Run) -> None:
     done = slurm("srun", "-N2", "-n2", *KERAS_DIST, "selftest")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -341,6 +353,7 @@ if kd.is_chief():
 """
 
 
+@FULL
 @pytest.mark.timeout(600)
 def test_the_script_of_the_page_for_sbatch_is_requeued_and_resumes(slurm: Run, tmp_path: Path) -> None:
     script(tmp_path, REQUEUED)
