@@ -224,6 +224,25 @@ def test_two_hosts_have_the_numbers_of_one_process(
         assert_one_warning(tmp_path, sum(sizes))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["horovod", "multi_worker"])
+def test_four_hosts_have_the_numbers_of_one_process(
+    commands: Commands, weights_of_one_process: Any, tmp_path: Path, backend: str
+) -> None:
+    names, port, file = [f"{NAMES[0]}-{index}" for index in range(4)], free_ports(1)[0], str(script(tmp_path, TRAIN))
+    with hosts_of(names, ETC_HOSTS["debian"], has_docker=True):
+        job = []
+        for index, name in enumerate(names):
+            place = ["--nnodes", "4", "--node-rank", str(index), "--rendezvous", f"{ADDRESSES[0]}:{port}"]
+            command = inside(name, *RUN, *place, "-np", "1", "--backend", backend, file)
+            job.append(commands(*command, KERAS_DIST_SECRET=SECRET))
+        (code, out, err), *others = finish(*job, seconds=200)
+    assert [code, *(other[0] for other in others)] == [0] * 4, (out, err, others)
+    places, weights = found(out)
+    assert places == [[rank, 0, 1] for rank in range(4)]
+    assert_close(weights, weights_of_one_process)
+
+
 def assert_one_warning(folder: Path, size: int) -> None:
     """One of all processes says before it trains that anyone may connect to TensorFlow's servers."""
     texts = [(folder / "logs" / f"rank-{rank}.log").read_text() for rank in range(size)]
