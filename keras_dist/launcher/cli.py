@@ -177,7 +177,7 @@ def _place(args: argparse.Namespace, environ: Mapping[str, str]) -> Place | None
         missing = ", ".join(name for name in options if name not in given)
         raise ConfigurationError(f"Several nodes also need {missing}.", received, remedy)
     if ":" in host:
-        raise ConfigurationError("Addresses are IPv4.", received, "Give the IPv4 address of node 0, or a name that has one.")
+        raise ConfigurationError("Addresses are IPv4.", received, "Give the IPv4 address of node 0, or its name.")
     if not (host and port.isdecimal() and 0 < int(port) < 65536):
         raise ConfigurationError("--rendezvous must be the host of node 0, and a port.", received, remedy)
     count, index = _integer(given["--nnodes"], "--nnodes"), given["--node-rank"]
