@@ -324,10 +324,10 @@ class DistributedModel(Verified):
         (batch,) = args
         if self.is_local:
             return function(batch)
-        kind = self._kind_of(function)
-        if (rows := self.first_rows.get(kind or "")) is not None:
+        kind = self._kind_of(function) or "predict"
+        if (rows := self.first_rows.get(kind)) is not None:
             rows.keep(self._shares_of(batch))
-        if (verification := self.verifications.get(kind or "predict")) is None:
+        if (verification := self.verifications.get(kind)) is None:
             return self._run(function, batch)
         step = functools.partial(self._run, function, batch)
         return verification.run(function, batch, self._total_of(batch), step)
@@ -354,7 +354,7 @@ class DistributedModel(Verified):
         """Returns a function of steps that compares some of them, on a few rows, if they run the script's own code."""
 
         def checked(iterator: Any) -> Any:
-            if (rows := self.first_rows.get(kind)) is None:
+            if self.is_local or (rows := self.first_rows.get(kind)) is None:
                 return function(iterator)
             rows.begin_step()
             outputs = function(iterator)
@@ -365,7 +365,9 @@ class DistributedModel(Verified):
                     self.first_rows.pop(kind, None)
             return outputs
 
-        if self.options.checks_own_code(self._backend) and kind not in self._is_checked:
+        # What a prediction calls has been compared by `fit` or `evaluate`, unless it has a step of its own.
+        known = {kind} if kind != "predict" or keras_fit.is_overridden(self._model, "predict_step") else {*CALLS}
+        if self.options.checks_own_code(self._backend) and not known & self._is_checked:
             self._is_checked.add(kind)
             if is_in_step(self._model, kind):
                 self.first_rows[kind] = FirstRows(self._backend)
@@ -440,7 +442,7 @@ class DistributedModel(Verified):
             with without_graph(self._model, self._optimizers()), attached(self.logs, "is_frozen", True):
                 trial = rows.trial(self._model, self._optimizers(), self.counters)
                 is_compared = verification.check(step, batch, trial, rows.graph, which)
-        rows.is_last |= not is_compared
+        rows.is_last |= kind == "predict" or not is_compared  # predictions know no epochs
 
     @contextlib.contextmanager
     def _in_call(self, call: str) -> Iterator[None]:

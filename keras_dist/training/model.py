@@ -146,7 +146,7 @@ class RankModel(DistributedModel):
             self.interrupts.before_step()
             return function(iterator)
 
-        attach(self._model, "predict_function", interruptible)
+        attach(self._model, "predict_function", self._with_check("predict", interruptible))
 
     def _make_function(self, kind: str, call: Call) -> None:
         """Reports steps to the watchdog, and compares the weights after the first training step.

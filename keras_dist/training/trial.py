@@ -324,11 +324,11 @@ _FUNCTIONS_OF_LAYERS = ("activation", "recurrent_activation", "activity_regulari
 
 
 def is_in_step(model: keras.Model, kind: str) -> bool:
-    """True if a step of a model, of the kind `"train"` or `"test"`, runs code that is not Keras's own, or eagerly."""
+    """True if a step of a model, of one of the kinds in `CALLS`, runs code that is not Keras's own, or eagerly."""
     if model.run_eagerly:  # there is no graph to read anything from
         return True
-    methods = (f"{kind}_step", "compute_loss", "compute_metrics")
-    if any(keras_fit.is_overridden(model, method) for method in methods):
+    of_losses = () if kind == "predict" else ("compute_loss", "compute_metrics")
+    if any(keras_fit.is_overridden(model, method) for method in (f"{kind}_step", *of_losses)):
         return True
     layers = keras_model.flatten_layers(model)
     if any(keras_model.has_operations(layer) for layer in layers):  # Keras's, but put together by the script
@@ -337,9 +337,11 @@ def is_in_step(model: keras.Model, kind: str) -> bool:
         return True
     functions = [getattr(layer, "function", type(layer).call) for layer in layers]  # a `Lambda` has a `function`
     functions += [getattr(layer, name, None) for layer in layers for name in _FUNCTIONS_OF_LAYERS]
-    passed = keras_model.compile_arguments(model)
-    parts = [part for name in ("loss", "metrics", "weighted_metrics") for part in keras.tree.flatten(passed.get(name))]
-    parts += [*keras_model.flat_metrics(model), *([model.optimizer] if kind == "train" else [])]
+    parts = [model.optimizer] if kind == "train" else []
+    if of_losses:
+        passed = keras_model.compile_arguments(model)
+        parts += keras.tree.flatten([passed.get(name) for name in ("loss", "metrics", "weighted_metrics")])
+        parts += keras_model.flat_metrics(model)
     return any(_is_own(part) for part in functions + parts)
 
 

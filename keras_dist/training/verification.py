@@ -441,7 +441,7 @@ class Verification:
         quantities += _state(self._model, updated, state)
         if self._name == "predict":
             leaves = tf.nest.flatten(outputs, expand_composites=True)
-            quantities += [Quantity("the predictions", f"predictions {n}", leaf) for n, leaf in enumerate(leaves)]
+            quantities += [Quantity("a prediction", f"predictions {n}", leaf) for n, leaf in enumerate(leaves)]
         elif isinstance(outputs, dict):
             logs = [(name, outputs[name]) for name in sorted(outputs) if tf.is_tensor(outputs[name])]
             quantities += [Quantity(f"logs[{name!r}]", f"log {name}", tf.convert_to_tensor(log)) for name, log in logs]

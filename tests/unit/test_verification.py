@@ -150,6 +150,11 @@ class Evaluated(keras.Sequential):
         return super().test_step(data)
 
 
+class Predicted(keras.Sequential):
+    def predict_step(self, data: Any) -> Any:
+        return super().predict_step(data)
+
+
 class Counted(keras.Sequential):
     def compute_metrics(self, *args: Any, **kwargs: Any) -> Any:
         return super().compute_metrics(*args, **kwargs)
@@ -171,16 +176,17 @@ def model_of(cls: Any = keras.Sequential, own: Any = None, **options: Any) -> ke
         ("train test", {"loss": [Loss()]}),
         ("train test", {"metrics": [squared]}),
         ("train test", {"weighted_metrics": [squared]}),
-        ("train test", {"own": Own()}),
-        ("train test", {"own": layers.Lambda(lambda x: x - tf.reduce_mean(x, 0))}),
+        ("train test predict", {"own": Own()}),
+        ("train test predict", {"own": layers.Lambda(lambda x: x - tf.reduce_mean(x, 0))}),
         ("train", {"optimizer": Optimizer()}),
         ("test", {"cls": Evaluated}),
+        ("predict", {"cls": Predicted}),
         ("train test", {"cls": Counted}),
     ],
 )  # fmt: skip
 def test_which_steps_run_code_of_the_script(kinds: str, arguments: dict[str, Any]) -> None:
     model = model_of(**arguments)
-    assert [kind for kind in ("train", "test") if is_in_step(model, kind)] == kinds.split()
+    assert [kind for kind in ("train", "test", "predict") if is_in_step(model, kind)] == kinds.split()
 
 
 def test_draws_of_the_script_are_those_without_a_check() -> None:
