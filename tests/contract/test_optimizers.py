@@ -106,11 +106,14 @@ for name in OTHERS:
 
 @contract("learning-rate-schedule", covered_by=("scale-learning-rate-schedules",))
 def test_schedules(distribute: Any) -> Numbers:
-    """Keras uses another schedule once it traces another step: here one with weights."""
-    model = compiled(distribute, optimizers.SGD(optimizers.schedules.ExponentialDecay(0.2, 2, 0.7)))
+    """Keras uses another rate or schedule once it traces another step: here one with weights."""
+    model = compiled(distribute, optimizers.SGD(0.2))
     first, (x, y) = fitted(model, *numbers()), numbers()
+    model.optimizer.learning_rate = optimizers.schedules.ExponentialDecay(0.2, 2, 0.7)
+    second = fitted(model, x, y)
     model.optimizer.learning_rate = optimizers.schedules.InverseTimeDecay(0.05, 3, 0.5)
-    return {"first": first, **fitted(model, x, y, sample_weight=np.linspace(0.5, 1.5, len(x)))}
+    third = fitted(model, x, y, sample_weight=np.linspace(0.5, 1.5, len(x)))
+    return {"first": first, "second": second, **third}
 
 
 contract("ema-overwrite-at-end")(

@@ -30,7 +30,7 @@ from keras_dist.data.shares import Shares, examples_of, shard_dataset
 from keras_dist.environment import Launch
 from keras_dist.errors import ConfigurationError, NotSupportedError, check_choice
 from keras_dist.logging import logger
-from keras_dist.step.optimizer import build_optimizer, parts_of, variables_of
+from keras_dist.step.optimizer import build_optimizer, parts_of, variable_of, variables_of
 from keras_dist.training.call import Call
 from keras_dist.training.loop import Loop, ReplicaLoop
 from keras_dist.training.model import ReplicaModel
@@ -126,9 +126,9 @@ class CoordinatorModel(ReplicaModel):
         if self._engine is not None and self._is_settled and not self._model.run_eagerly:
             return self._engine
         model, optimizers = self._model, self._prepare_optimizers()
-        # Which weights are trained is decided by `compile`, as in plain Keras.
+        # Which weights are trained is decided by `compile`, as in plain Keras, and a schedule by the trace.
         variables = [*model.variables, *model.metrics_variables]
-        variables += [variable for optimizer in optimizers for variable in variables_of(optimizer)]
+        variables += [each for by in optimizers for each in variables_of(by) if each is not variable_of(by)]
         # The objects themselves, not their ids: the id of a variable that is gone may be given to another one.
         now = [*map(keras_model.backing, variables), *optimizers, model.run_eagerly]
         is_same = len(now) == len(self._traced_for) and all(map(operator.is_, now, self._traced_for))
