@@ -318,27 +318,23 @@ def as_tensors(batch: Any) -> Any:
 
 
 _ROWS = 2  # of each replica; the first one has one more
-
-
 _FUNCTIONS_OF_LAYERS = ("activation", "recurrent_activation", "activity_regularizer")  # which see examples
 
 
 def is_in_step(model: keras.Model, kind: str) -> bool:
     """True if a step of a model, of one of the kinds in `CALLS`, runs code that is not Keras's own, or eagerly."""
-    if model.run_eagerly:  # there is no graph to read anything from
-        return True
-    of_losses = () if kind == "predict" else ("compute_loss", "compute_metrics")
-    if any(keras_fit.is_overridden(model, method) for method in (f"{kind}_step", *of_losses)):
+    methods = (f"{kind}_step", *(("compute_loss", "compute_metrics") if kind != "predict" else ()))
+    # Of eager steps there is no graph to read anything from.
+    if model.run_eagerly or any(keras_fit.is_overridden(model, method) for method in methods):
         return True
     layers = keras_model.flatten_layers(model)
-    if any(keras_model.has_operations(layer) for layer in layers):  # Keras's, but put together by the script
-        return True
-    if any(map(keras_model.may_mix_examples, layers)):
+    # Keras's layers too, where the script puts operations between them, or where they may mix examples.
+    if any(keras_model.has_operations(layer) or keras_model.may_mix_examples(layer) for layer in layers):
         return True
     functions = [getattr(layer, "function", type(layer).call) for layer in layers]  # a `Lambda` has a `function`
     functions += [getattr(layer, name, None) for layer in layers for name in _FUNCTIONS_OF_LAYERS]
     parts = [model.optimizer] if kind == "train" else []
-    if of_losses:
+    if kind != "predict":
         passed = keras_model.compile_arguments(model)
         parts += keras.tree.flatten([passed.get(name) for name in ("loss", "metrics", "weighted_metrics")])
         parts += keras_model.flat_metrics(model)

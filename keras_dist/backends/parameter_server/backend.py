@@ -170,8 +170,7 @@ class CoordinatorModel(ReplicaModel):
             super()._check_own_code(kind, rows)
 
     def _make_predict_function(self, call: Call) -> None:
-        function = self._with_check("predict", lambda batches: self._ready_engine().predict(batches))
-        attach(self._model, "predict_function", function)
+        attach(self._model, "predict_function", self._with_check("predict", lambda b: self._ready_engine().predict(b)))
 
     def _collect_logs(self, call: Call) -> None:
         """Waits until all steps are done. No other rank has counted anything."""
