@@ -15,8 +15,6 @@ Ctrl-C keeps what was measured so far. Sections have files of their own: each ca
 Contestants that need torch are left out where it is not installed: python -m pip install '.[benchmarks-torch]'
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

@@ -8,8 +8,6 @@ how much longer the pause between two batches is in which a commit is made. The 
 take from there until the commit is on the disk, and some more: its writer takes a core from them.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import tempfile

@@ -10,8 +10,6 @@ part; the ranks with the same part then make a ring over the network, which they
 `benchmarks/network_check.py` compares these times with real ones, over links of a bandwidth that it sets.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import sys

@@ -6,8 +6,6 @@
 Both models live in the same two processes, one thread each, and take turns in each round.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 from collections.abc import Callable, Iterable, Sequence

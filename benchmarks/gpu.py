@@ -7,8 +7,6 @@ that share the card's cores: they show what mirrored costs, not what a second GP
 trains for a few steps in float64 with exact=True: if the weights are not those of plain Keras, the exit code is 1.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

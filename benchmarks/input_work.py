@@ -8,8 +8,6 @@ many batches of numbers: what Keras, the ranks' agreement and waiting take in an
 more work in all.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

@@ -1,7 +1,5 @@
 """The models of the benchmarks and their data, in Keras and in torch. Each exists once in each of them."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

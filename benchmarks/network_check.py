@@ -8,8 +8,6 @@ the rank sends. Latency and bandwidth are fitted to sums over two ranks; everyth
 latency is that of this machine: it is not set, since many kernels lack netem.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

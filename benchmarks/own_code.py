@@ -7,8 +7,6 @@ Each measurement is a job of its own, as a user starts it, with two processes. T
 the time since the launch, the second of the time since `fit` was called.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

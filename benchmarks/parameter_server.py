@@ -18,8 +18,6 @@ Memory: the peak size of the coordinator's process after training on data of one
 size. It should grow with arrays, which are held whole, and not with data that is streamed or read by the workers.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

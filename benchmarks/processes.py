@@ -1,7 +1,5 @@
 """Processes that run one function after another, like a `keras_dist.testing.WorkerPool`, but without keras_dist."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """What `parameter_server.py` measures. This runs on the coordinator, or in one plain process."""
 
-from __future__ import annotations
-
 import dataclasses
 import resource
 import time

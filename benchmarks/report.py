@@ -1,7 +1,5 @@
 """What the benchmarks make of their times: ratios with intervals, a table in Markdown, a plot."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -9,8 +9,6 @@ The time is that from the start of the command to the end of the first step on t
 timed beside `python -c pass`, in seconds too, because its goal is in seconds.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

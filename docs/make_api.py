@@ -1,7 +1,5 @@
 """Writes docs/api.md from the docstrings of all public names: `make docs`. griffe reads them from the source."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs the script of the README and writes what the terminal shows as docs/images/terminal.svg: `make terminal`."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

@@ -3,8 +3,6 @@
     python examples/demo.py [arguments of digits_distributed.py]
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 import subprocess

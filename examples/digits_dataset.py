@@ -1,7 +1,5 @@
 """Handwritten digits as TensorFlow datasets: scikit-learn's 1,797 images, without a download, or MNIST."""
 
-from __future__ import annotations
-
 import fcntl
 import random
 from collections.abc import Iterator

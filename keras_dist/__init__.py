@@ -30,8 +30,6 @@ kd.MismatchError, kd.PeerLostError, kd.WorkerError.
 Importing it changes nothing and imports nothing: names are resolved when they are first used.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

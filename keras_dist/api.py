@@ -1,7 +1,5 @@
 """The public functions that start and distribute: `init`, `distribute`, `shard`, `run`, `reduce`."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Callbacks for `fit`, only what Keras lacks: `ChiefOnly`, `Commit`, `LearningRateWarmup`, `Timing`."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

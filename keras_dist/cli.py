@@ -1,7 +1,5 @@
 """The command `keras-dist`. Imports only the module of the subcommand, never TensorFlow."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import importlib.metadata

@@ -1,7 +1,5 @@
 """The place of this process among the ranks, and the collectives that a script or a step can call."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from keras_dist.comm.backend import Backend

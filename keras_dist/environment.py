@@ -1,7 +1,5 @@
 """The rank of this process among the others."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib.metadata

@@ -3,8 +3,6 @@
 Every message has the same three parts: the problem, what was received, and the remedy.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterable
 from typing import Any

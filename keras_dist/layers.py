@@ -1,7 +1,5 @@
 """Layers for distributed training."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

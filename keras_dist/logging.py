@@ -1,7 +1,5 @@
 """The library's logger: shows warnings unless KERAS_DIST_LOG asks for more, with the rank at the start of each line."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import functools

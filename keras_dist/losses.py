@@ -1,7 +1,5 @@
 """Losses for distributed training."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Files that processes of this user share: written whole, locked, and refused if other users can write to them."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import grp

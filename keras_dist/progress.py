@@ -1,7 +1,5 @@
 """The progress line of a command: what is being done, for how long, and about how long it takes."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import time

@@ -7,8 +7,6 @@ On the loopback interface only processes of this user, or of root, may connect. 
 secret, which the ranks tell each other.
 """
 
-from __future__ import annotations
-
 import functools
 import hmac
 import http.server

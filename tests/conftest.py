@@ -1,7 +1,5 @@
 """What all tests share: pools of live ranks, the time limit, the search for what a test left behind, the results."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re

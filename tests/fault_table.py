@@ -1,7 +1,5 @@
 """The faults, the ways to start a job, and what is promised of each pair: the rows of docs/faults.md."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

@@ -1,7 +1,5 @@
 """Starts processes, and the ranks of pools, that have TensorFlow already: for tests whose subject is not the start."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """A plugin of pytest that runs Keras's own tests with every model distributed over two replicas of this process."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import sys

@@ -1,7 +1,5 @@
 """Finds what a test has left behind: processes, listening ports, threads, temporary files."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

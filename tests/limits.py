@@ -1,7 +1,5 @@
 """How long something may take in a test: a multiple of what this machine, which does other work too, needs just now."""
 
-from __future__ import annotations
-
 import functools
 import os
 import subprocess

@@ -2,8 +2,6 @@
 (`make faults`), the runs that resumed after a fault (`make chaos`). A table is written if the run has results for it.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import statistics

@@ -1,7 +1,5 @@
 """What a run has shown: `pytest --results FOLDER` appends a line for each test, and resumes where it stopped."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import hashlib

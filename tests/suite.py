@@ -1,7 +1,5 @@
 """Runs a tier of the tests, and what has failed once more: `python -m tests.suite test|ci|full [pytest arguments]`."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import os

@@ -1,7 +1,5 @@
 """The architecture of docs/how_it_works.md: imports point downward, private names of others are kept in one place."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import subprocess

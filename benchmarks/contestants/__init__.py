@@ -5,8 +5,6 @@ its loss. What stands behind a colon in a contestant's name is its second argume
 have a function `build_sum(job)`, which returns a function that sums, and returns its seconds.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import time

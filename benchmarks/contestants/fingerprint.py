@@ -1,7 +1,5 @@
 """Not a rival: only the fingerprints of a round's global batches, by which ranks see that they read the same data."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

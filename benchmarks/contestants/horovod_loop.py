@@ -1,7 +1,5 @@
 """A typical training loop that is written by hand for Horovod. It logs what `fit` logs."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

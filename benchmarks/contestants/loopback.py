@@ -1,7 +1,5 @@
 """The limit of a sum over two ranks: the bytes that a ring sends, over TCP, both ways at once; nothing is computed."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time

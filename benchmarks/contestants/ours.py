@@ -4,8 +4,6 @@ Of parameter servers the `"whole"` `fit` is timed, with the beginning and the en
 sends the steps out.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """keras_dist over Horovod with compressed gradients. The variable COMPRESSION says how: fp16 or bf16."""
 
-from __future__ import annotations
-
 import os
 
 from contestants.ours import build as build

@@ -1,7 +1,5 @@
 """`model.fit` of Keras, in one process."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """`fit` over parameter servers, the loop by hand on them, and plain Keras, as in `ps_contestants.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import ps_contestants as ps

@@ -5,8 +5,6 @@ are indexed in tensors that are in memory. The losses are not those of Keras, si
 models have the same shapes.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

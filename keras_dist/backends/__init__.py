@@ -3,8 +3,6 @@
 An entry names classes by where they are, so that a backend is imported only when it is chosen.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 from collections.abc import Callable, Mapping

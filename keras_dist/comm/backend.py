@@ -5,8 +5,6 @@ and `horovodrun` serve one, which Horovod needs to start (PUT and GET over HTTP)
 Training data never go through it.
 """
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 import http.client

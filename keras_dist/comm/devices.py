@@ -1,7 +1,5 @@
 """The devices of this machine: those that exist, those that a script names, and the GPU of each rank."""
 
-from __future__ import annotations
-
 import functools
 import math
 import os

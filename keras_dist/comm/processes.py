@@ -3,8 +3,6 @@
 Objects are sent as JSON, followed by the bytes of their arrays. Unlike a pickle, a received object can't run code.
 """
 
-from __future__ import annotations
-
 import abc
 import io
 import json

@@ -15,8 +15,6 @@ of the others every second, in a thread for each. The kernel accepts connections
 not enough that one listens: it must answer.
 """
 
-from __future__ import annotations
-
 import atexit
 import collections
 import concurrent.futures

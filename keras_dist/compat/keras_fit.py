@@ -3,8 +3,6 @@
 `tests/unit/test_keras_compat.py` fails when one of them changes or is no longer needed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """What layers do besides returning outputs, and their calls as pure functions for XLA. Keras 3.13 to 3.15, 2026-11."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence

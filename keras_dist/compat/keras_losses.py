@@ -1,7 +1,5 @@
 """Private names of losses, metrics and batch statistics. Keras 3.13 to 3.15, TensorFlow 2.20 to 2.21, 2026-11."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

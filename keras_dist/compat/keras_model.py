@@ -1,7 +1,5 @@
 """Private names of Keras's models, layers and variables. Keras 3.13 to 3.15, 2026-11."""
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import functools

@@ -1,7 +1,5 @@
 """Random numbers of Keras and TensorFlow. Keras 3.13 to 3.15, TensorFlow 2.21, 2026-11."""
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import functools

@@ -1,7 +1,5 @@
 """Private names of Keras for several replicas in one process. Keras 3.13 to 3.15, 2026-11."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import copy

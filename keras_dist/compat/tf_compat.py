@@ -1,7 +1,5 @@
 """Private names of TensorFlow, each with the reason. TensorFlow 2.21, 2026-11."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import contextvars

@@ -1,7 +1,5 @@
 """The stages and the order of a dataset, which tf.data does not expose. TensorFlow 2.21, 2026-11."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import warnings

@@ -1,7 +1,5 @@
 """Captures, conditions and functions of traced graphs. TensorFlow 2.20 to 2.21, 2026-11."""
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import hashlib

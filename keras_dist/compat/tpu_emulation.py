@@ -1,7 +1,5 @@
 """Private names for TPUStrategy and the TPU compiler without a TPU. TensorFlow 2.21, 2026-11."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -13,8 +13,6 @@ makes its data again, begins as many iterations as before, since each draws anot
 were read.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import itertools

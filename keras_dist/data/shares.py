@@ -1,7 +1,5 @@
 """Cuts a global batch into shares, one for each rank or replica."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

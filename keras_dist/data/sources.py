@@ -5,8 +5,6 @@ same examples as in one process, each once. If the number of its batches is not 
 last step has fewer batches, and some ranks have an empty share.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What is compiled: a script up to its `fit`, or a model in a file. Runs in the process that compiles."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from collections.abc import Iterator, Sequence

@@ -3,8 +3,6 @@
 Runs in the process that compiles. Each compilation takes seconds to minutes, so the search makes few.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

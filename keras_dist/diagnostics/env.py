@@ -3,8 +3,6 @@
 What needs TensorFlow is found by a probe, another process, which may fail.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import ctypes.util

@@ -1,7 +1,5 @@
 """The TPUs that there are, and the results of a dry run, as text and as JSON. Imports no TensorFlow."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

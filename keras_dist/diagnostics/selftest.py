@@ -1,7 +1,5 @@
 """`keras-dist selftest`: starts ranks that run `selftest_ranks`, unless another launcher has started this command."""
 
-from __future__ import annotations
-
 import argparse
 
 from keras_dist import environment

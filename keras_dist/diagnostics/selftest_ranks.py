@@ -3,8 +3,6 @@
 Beside the sums, plain TCP connections between the ranks measure what their network itself takes for the same bytes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import platform
 import select

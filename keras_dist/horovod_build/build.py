@@ -1,7 +1,5 @@
 """`keras-dist install-horovod`: what a build needs and changes in the source, the wheels built before, a test."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

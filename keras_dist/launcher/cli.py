@@ -1,7 +1,5 @@
 """`keras-dist run`: the launcher's command line."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import re

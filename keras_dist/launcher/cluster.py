@@ -4,8 +4,6 @@ The processes are on this machine or on several nodes. Each backend that can be 
 serves the ranks' messages, and the environment of each rank.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import secrets

@@ -8,8 +8,6 @@ ranks: it waits until its input ends, which only the launcher holds open, ends w
 temporary files, if there are any. A process that has cleared its environment is not found.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

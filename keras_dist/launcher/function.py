@@ -1,7 +1,5 @@
 """`kd.launch`: a function of a notebook on several ranks. Functions, results and errors travel pickled."""
 
-from __future__ import annotations
-
 import importlib.machinery
 import os
 import pickle

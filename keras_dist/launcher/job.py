@@ -1,7 +1,5 @@
 """Runs a command as several ranks: start, monitor, end, report; and again after a crash."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

@@ -8,8 +8,6 @@ Under Slurm, nodes prove by MUNGE which user a process belongs to. Node 0 draws 
 it so that only this user can decode it. Whoever decodes it also learns which user has encoded it. See `man munge`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import errno

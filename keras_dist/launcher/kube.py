@@ -1,7 +1,5 @@
 """`keras-dist kube`: Indexed Jobs of Kubernetes; the pods are nodes of `keras-dist run` or tasks of `TF_CONFIG`."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -6,8 +6,6 @@ Launchers prove to each other that they know the job's secret. Their messages ar
 with a key of this connection, so none can be forged or repeated. They are not encrypted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import fcntl

@@ -1,7 +1,5 @@
 """Where the output of each rank goes: to the terminal, with or without a prefix, into a log, or nowhere."""
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """Processes in sessions of their own, so that they can be ended with everything that they started."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

@@ -1,7 +1,5 @@
 """`keras-dist serve`: a worker or a server of a standing cluster, for one coordinator after another."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -4,8 +4,6 @@ The chief writes models, atomically. A resumed run cuts off what `CSVLogger` and
 so a curve has no gap and no point twice. One process of each host downloads a file or folder, while the others wait.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

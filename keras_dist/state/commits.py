@@ -12,8 +12,6 @@ the folder is complete, and the last one that `write` returned is there. A check
 Nothing is pickled, so reading a commit runs no code from it. Imports neither TensorFlow nor Keras.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

@@ -5,8 +5,6 @@ several files the folder is first renamed, which marks it as complete, so that t
 process writes there, it finishes what a killed process has left if that was complete, and removes it otherwise.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

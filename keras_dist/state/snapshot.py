@@ -1,7 +1,5 @@
 """The state of a training as arrays and plain data: variables, attributes of Python objects, random states."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import random

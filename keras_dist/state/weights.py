@@ -1,7 +1,5 @@
 """Broadcasts the chief's weights, compares the weights and constants of all ranks, combines metrics and statistics."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

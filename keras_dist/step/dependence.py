@@ -5,8 +5,6 @@ the examples. Only then can the tensor of a batch be computed from the tensors o
 anything (a root of a mean, a mean over unmasked entries, a comparison of examples), and is computed on the whole batch.
 """
 
-from __future__ import annotations
-
 import enum
 import functools
 import itertools

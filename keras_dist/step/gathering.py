@@ -4,8 +4,6 @@ With `kd.distribute(exact=True)` each replica draws for the whole batch and take
 every replica has a random stream of its own, which costs nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator

@@ -11,8 +11,6 @@ examples of a batch. Unless its graph proves that it is a mean, each replica gat
 such a loss on the whole batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -11,8 +11,6 @@ again from the metrics of all replicas. All other logs are averaged over the rep
 examples.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import weakref

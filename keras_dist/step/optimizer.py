@@ -11,8 +11,6 @@ share (positions in a transformer, the ids of the whole batch) gives the same ro
 So are the rows of an index that several shares look up, if the lookup itself has each index once.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -17,8 +17,6 @@ other replicas stays outside. A layer that communicates in its own forward pass 
 `kd.gather`) runs without XLA, and the layers inside it are compiled instead. One log line names it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import re

@@ -1,7 +1,5 @@
 """A call of a model's method, whose arguments can be changed, and the building of a model before its first step."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

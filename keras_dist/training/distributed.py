@@ -6,8 +6,6 @@ step: below an overridden `fit`, and above an overridden `train_step`, which get
 subclasses it and overrides what it does differently.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -6,8 +6,6 @@ and with `"only_first_replica"`, the first rank's change counts. All changes tra
 step, so `metric.result()` is right on each rank.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import weakref

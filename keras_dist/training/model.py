@@ -1,7 +1,5 @@
 """A model that runs Keras's own steps in this process: on each rank, on several replicas, or alone."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import types

@@ -1,7 +1,5 @@
 """What is refused at once, because it cannot give the results of one process, and what is not distributed at all."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import inspect

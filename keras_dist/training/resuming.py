@@ -1,7 +1,5 @@
 """Lets `fit` commit its state, and resume from the newest commit: what `kd.callbacks.Commit` asks for."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import secrets

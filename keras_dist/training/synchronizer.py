@@ -1,7 +1,5 @@
 """The callbacks that `fit` adds to the list, and the state of the script's own since the training began."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import pdb

@@ -5,8 +5,6 @@ By default a step that runs code other than Keras's is compared with one process
 on shares and in one place (`verification.py`). So nothing is traced for it, and no whole batch is gathered.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

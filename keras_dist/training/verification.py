@@ -6,8 +6,6 @@ and random layers draw for the whole batch (`exact=True`). If something still di
 cause is read from the graph.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import weakref

@@ -1,7 +1,5 @@
 """Which clusters test a promised case."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -13,8 +13,6 @@ A case of one expression is a lambda, and its test has the name of its row.
 Keys that begin with `own_` belong to one rank; `verify` checks them.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.metadata

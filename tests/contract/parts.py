@@ -1,7 +1,5 @@
 """Data and models of the cases: small, and the same in every process."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

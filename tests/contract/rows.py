@@ -5,8 +5,6 @@ history and predictions are those of one plain process: within 1e-9 in float64, 
 bit-identical on all ranks.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The small public functions, refusals, and errors that stop a run."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from pathlib import Path

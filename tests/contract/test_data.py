@@ -1,7 +1,5 @@
 """Every source and size of data: the same numbers, every example once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Files are plain Keras files: complete, written once, loadable without keras_dist. Runs resume from commits."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

@@ -1,7 +1,5 @@
 """What compares the examples of a batch: `kd.gather`, and losses that say so by `kd.losses.WholeBatch`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

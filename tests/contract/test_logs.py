@@ -1,7 +1,5 @@
 """The steps that Keras's guides and examples teach, and what they return as logs: the same numbers."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

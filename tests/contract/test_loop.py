@@ -1,7 +1,5 @@
 """Custom training loops: the same numbers as in one process."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

@@ -1,7 +1,5 @@
 """Losses with any denominator: the same numbers, also with uneven shares and weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

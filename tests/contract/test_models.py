@@ -1,7 +1,5 @@
 """Models of all kinds, their metrics, and ways to run them: the same numbers."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Optimizers, with all options that use gradients, schedules, loss scaling and compression: the same weights."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import types

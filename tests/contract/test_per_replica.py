@@ -1,7 +1,5 @@
 """`batch="per_replica"` and `scale_learning_rate`."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

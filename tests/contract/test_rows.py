@@ -1,7 +1,5 @@
 """Every promised case has a test on every registered backend, and every contract test names a promise."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 If one fails, `make test-full` says which of its parts it is.
 """
 
-from __future__ import annotations
-
 import csv
 
 import keras

@@ -1,7 +1,5 @@
 """Ways to train, evaluate and predict: the same numbers."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`verify=True`: changes no number, and finds what a script gets wrong, with variable and cause."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import io

@@ -1,7 +1,5 @@
 """`jit_compile=True`: XLA compiles the layers of a model, forward and backward; the reduction stays outside."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterator

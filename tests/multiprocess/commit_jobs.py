@@ -1,7 +1,5 @@
 """Processes that write commits and are killed meanwhile: `python -m tests.multiprocess.commit_jobs JOB FOLDER ...`."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

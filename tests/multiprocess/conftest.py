@@ -1,7 +1,5 @@
 """What tests share that start processes."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

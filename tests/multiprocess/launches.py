@@ -1,7 +1,5 @@
 """Commands of the tests, run to their end or watched; and hosts for them, which only root can make."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

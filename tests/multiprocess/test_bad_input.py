@@ -1,7 +1,5 @@
 """Errors in a call, on one rank, or of a machine have a problem, what was received, and a remedy."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Commits survive what happens to processes and disks. Real processes are killed, on real file systems."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Ranks that meet an empty cache: one of each host downloads, the others wait for it. The server counts."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """The real TPU compiler, without a TPU. The first run installs it (1 GB, a minute or two)."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The examples, and the script of the README, by the real command line: each prints what one process prints."""
 
-from __future__ import annotations
-
 import ast
 import csv
 import json

@@ -1,7 +1,5 @@
 """Each fault, in a job that was started in each way: it ends in time, names the cause, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

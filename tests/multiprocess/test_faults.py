@@ -1,7 +1,5 @@
 """Ranks that make different calls, or never join; Ctrl-C; a process that fails: all end soon, with the cause."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess

@@ -3,8 +3,6 @@
 It reaches packages as this machine does: with its certificates, its settings of pip and its name servers.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

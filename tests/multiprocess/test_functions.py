@@ -1,7 +1,5 @@
 """Functions on ranks: `kd.launch`, in a real kernel or without one; the pools of `keras_dist.testing`."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,7 +1,5 @@
 """What is Horovod's: how it sends the gradients of a step, its compression, the cores of its ranks, its build."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -4,8 +4,6 @@ Only root may make them. In CI runs one training of each launcher; the other hos
 Gloo or a launcher waits for an answer, run in the tier `full`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Libraries on top of Keras, and Ray Train, give the numbers of one process: `make test-integrations` installs them."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

@@ -3,8 +3,6 @@
 Tier: the Job of two nodes costs half a minute, so it is in CI; the others are in `make test-full`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import os

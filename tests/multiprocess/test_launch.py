@@ -1,7 +1,5 @@
 """`keras-dist run` with real processes: what ranks are told, which output is shown, and that nothing is left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Backends with several replicas in one process: placement and refusals; connecting to a TPU that isn't there."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Horovod over Open MPI, by `mpirun`: numbers, Adasum, faults. `make test-mpi` runs this."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

@@ -1,7 +1,5 @@
 """`keras-dist run` on several nodes: the launchers of nodes that are all this machine, and options that don't fit."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Who of the parameter servers' processes may be killed, at a random moment, which FAULT_SEED draws again."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

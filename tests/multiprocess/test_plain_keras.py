@@ -1,7 +1,5 @@
 """Keras stays what it is: one process has no overhead, and with two replicas Keras's own tests pass, but for a list."""
 
-from __future__ import annotations
-
 import fnmatch
 import importlib.metadata
 import importlib.util

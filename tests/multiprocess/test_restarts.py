@@ -1,7 +1,5 @@
 """`keras-dist run --max-restarts`, and ranks that commit when they are asked to stop. Without TensorFlow."""
 
-from __future__ import annotations
-
 import json
 import signal
 import textwrap

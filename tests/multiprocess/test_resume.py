@@ -1,7 +1,5 @@
 """Runs that are killed at random moments, and started again, end bit for bit as runs that nobody disturbs."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Scripts as people write them, run as people run them, give what they give without keras_dist."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

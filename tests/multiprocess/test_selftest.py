@@ -1,7 +1,5 @@
 """`keras-dist selftest`, on ranks that are well and on ranks that are not."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

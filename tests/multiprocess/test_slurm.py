@@ -1,7 +1,5 @@
 """`srun` of `keras-dist run` or `python` under a real Slurm: slurmctld, and slurmd on two hosts. `make test-slurm`."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Another user of the machine tries the ports of a job: nothing is read, nothing written, no job ended."""
 
-from __future__ import annotations
-
 import codecs
 import http.client
 import json

@@ -1,7 +1,5 @@
 """Clusters in TF_CONFIG: ranks of multi_worker, roles of parameter servers; who joins, with our launcher or without."""
 
-from __future__ import annotations
-
 import json
 import socket
 import sys

@@ -1,7 +1,5 @@
 """Data that workers read: each example once, by whom; the numbers of one process; what is refused."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -4,8 +4,6 @@ Keras imports scikit-learn for wrappers that no test uses, with SciPy: a fifth o
 start. A script that imports scikit-learn itself gets it.
 """
 
-from __future__ import annotations
-
 import sys
 
 

@@ -1,7 +1,5 @@
 """The benchmark: its statistics, its table, and that the docs show what the scripts measure."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

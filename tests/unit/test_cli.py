@@ -1,7 +1,5 @@
 """The command line: help, errors, `env`, the parts of the launcher that need no process; the wheel that has it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

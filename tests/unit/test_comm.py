@@ -1,7 +1,5 @@
 """How ranks talk: waits for each other and for servers, objects and tensors on the wire, devices and cores."""
 
-from __future__ import annotations
-
 import pickle
 import random
 import socket

@@ -1,7 +1,5 @@
 """Commits give back what was written, or say what is wrong with them. `keras-dist commits` lists them."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

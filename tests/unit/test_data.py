@@ -1,7 +1,5 @@
 """The arithmetic of shares, fingerprints of batches; a batch that is cut before its examples are mapped."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """How a tensor depends on the examples: what is proven holds. What a metric adds; which optimizers a step has."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

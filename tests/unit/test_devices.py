@@ -1,7 +1,5 @@
 """Devices and cores of one machine. The GPUs are simulated."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

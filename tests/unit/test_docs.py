@@ -1,7 +1,5 @@
 """The pages: snippets run, links lead somewhere, commands exist, tables and pictures are those of the code."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import html

@@ -1,7 +1,5 @@
 """Processes that fetch the same: what Keras and TFDS do without us, and what one process sees of our change."""
 
-from __future__ import annotations
-
 import ast
 import os
 import random

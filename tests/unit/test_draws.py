@@ -1,7 +1,5 @@
 """Random numbers of the whole batch on a share; operations without a seed draw alike on ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Dry runs: all but what compiles (tests/multiprocess/test_dry_run.py). A step traced for cores that are not there."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import itertools

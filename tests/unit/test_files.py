@@ -1,7 +1,5 @@
 """Files are replaced completely or not at all, whatever ends the process; a run that resumes cuts its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """What `keras-dist install-horovod` does besides compiling: no test here compiles or fetches anything."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib.util

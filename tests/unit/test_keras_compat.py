@@ -1,7 +1,5 @@
 """Checks each private name of Keras that the library uses. A failure means that Keras has changed it."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import threading

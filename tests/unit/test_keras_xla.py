@@ -1,7 +1,5 @@
 """What the compilation of layers relies on in Keras and TensorFlow. A failure means that they have changed."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

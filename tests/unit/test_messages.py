@@ -1,7 +1,5 @@
 """Lines that a user meets on a terminal. SIGTERM in a `fit` that commits: it waits for the end of a step."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pdb

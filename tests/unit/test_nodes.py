@@ -1,7 +1,5 @@
 """Several nodes: what ranks are told, what schedulers tell, what is refused; restarts; the manifests of Kubernetes."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket

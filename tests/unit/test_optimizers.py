@@ -1,7 +1,5 @@
 """Optimizers of a model, and their learning rates."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Callable

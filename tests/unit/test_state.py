@@ -1,7 +1,5 @@
 """State between steps and runs: checksums, metrics, weights, attributes of objects, random states."""
 
-from __future__ import annotations
-
 import inspect
 import random
 from typing import Any

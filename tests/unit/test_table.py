@@ -1,7 +1,5 @@
 """The pages that are made from a run of the tests are complete; in a run nothing is lost."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

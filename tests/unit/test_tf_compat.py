@@ -1,7 +1,5 @@
 """Fails when a private name of TensorFlow changes or is no longer needed."""
 
-from __future__ import annotations
-
 import inspect
 import textwrap
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What decides the order of a dataset, and what is skipped when a run resumes: private names of tf.data."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

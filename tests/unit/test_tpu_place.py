@@ -1,7 +1,5 @@
 """Where the TPU is, whether its libtpu fits, what TensorFlow's resolver finds: our errors for theirs."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Training through TPUStrategy: its real code on emulated cores has to give what plain Keras gives."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """`tune=True`: what is chosen from which times, and that no step is lost or repeated."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

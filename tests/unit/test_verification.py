@@ -1,7 +1,5 @@
 """What verification takes for rounding, which steps are checked by default, and that a trial is undone."""
 
-from __future__ import annotations
-
 import types
 from typing import Any
 

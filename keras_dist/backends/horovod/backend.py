@@ -11,8 +11,6 @@ Keras 3 (https://github.com/horovod/horovod/issues/4290). Facts that shape this 
 - Tensors that are sent together are copied into a buffer and back. Therefore large ones are sent by themselves.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

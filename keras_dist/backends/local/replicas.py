@@ -1,7 +1,5 @@
 """Several devices of this machine in one process: with a copy of each variable, or with one on the host."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal
 

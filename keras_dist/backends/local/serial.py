@@ -1,7 +1,5 @@
 """One process, one device."""
 
-from __future__ import annotations
-
 import tensorflow as tf
 
 from keras_dist.comm.backend import Priority

@@ -9,8 +9,6 @@ data, is not used, because Keras 3 computes wrong results under it. Facts that s
 - Only 16 to 64 bit floats and signed integers can be sent. Other types are summed in a wider one, or sent as bits.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import secrets

@@ -1,7 +1,5 @@
 """Cloud TPU: one process, `tf.distribute.TPUStrategy` over all cores of a TPU or of a pod slice."""
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable, Sequence

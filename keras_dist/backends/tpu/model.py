@@ -1,7 +1,5 @@
 """A model whose variables belong to TPUStrategy, which runs its steps on shares of one shape."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

@@ -5,8 +5,6 @@ installed tensorflow-tpu, importing TensorFlow kills the process, and no error c
 by default: tensorflow-tpu 2.20.0 requires any libtpu 0.0.x. Measured in 2026-11.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

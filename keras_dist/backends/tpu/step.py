@@ -5,8 +5,6 @@ such rows, so this module keeps them out of losses, BatchNormalization and metri
 loss rule and the optimizer. Keras's own division by the number of replicas is switched off.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import dataclasses

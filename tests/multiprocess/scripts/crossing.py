@@ -1,7 +1,5 @@
 """Prints what crosses between devices in a step, and whether the copies of the variables are what they should be."""
 
-from __future__ import annotations
-
 import collections
 import re
 import sys

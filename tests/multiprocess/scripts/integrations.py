@@ -1,7 +1,5 @@
 """Models of KerasHub and KerasRS, scikit-learn's wrapper, mlflow, as their guides use them, if they are installed."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """A script of the two lines on Horovod's own workers under Ray: `python ray_horovod.py SCRIPT`."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys

@@ -3,8 +3,6 @@
     python ray_killed.py STORAGE STEP kill|raise
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """Compiles the models with these names by the real TPU compiler, in one process. Prints a report as JSON for each."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable
