@@ -62,6 +62,9 @@ def set_up(rank: int) -> None:
     log.handlers = [handler]
 
 
+announce_once = functools.cache(announce)
+
+
 @functools.cache
-def announce_once(line: str) -> None:
-    announce(line)
+def warn_once(text: str, *args: object) -> None:
+    logger().warning(text, *args)

@@ -1,6 +1,5 @@
 """Cuts a global batch into shares, one for each rank or replica."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -106,15 +105,11 @@ def first_rows(share: Share, number: int) -> Share:
     return share._replace(data=data, count=tf.where(share.is_whole, 0, tf.minimum(share.count, number)))
 
 
-@functools.cache
-def note_whole_batch(is_chief: bool) -> None:
-    """Warns once, on the chief, that batches are not shared."""
-    if is_chief:
-        logger().warning(
-            "the tensors of a batch have different lengths, so it cannot be cut: each rank computes the whole batch. "
-            "The numbers are those of one process, but more ranks are not faster. To share the work, let each rank "
-            "read its own data (data='sharded'), or make batches whose tensors have the same length."
-        )
+UNCUT = (
+    "the tensors of a batch have different lengths, so it cannot be cut: each rank computes the whole batch. The "
+    "numbers are those of one process, but more ranks are not faster. To share the work, let each rank read its own "
+    "data (data='sharded'), or make batches whose tensors have the same length."
+)
 
 
 def may_be_empty(share: Share) -> bool:

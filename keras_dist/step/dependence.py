@@ -78,11 +78,9 @@ class Kind(enum.Enum):
 
     CONSTANT = "the same for all batches"
     ROWS = "each row depends on one example; all examples have equally many rows"
-    COLUMNS = "as ROWS, along the last axis"
     MEAN = "a mean over the rows"
     SUM = "a sum over the rows"
     SHAPE = "a shape whose first size is proportional to the number of examples"
-    WIDE = "as SHAPE, by its last size"
     COUNT = "proportional to the number of examples"
     OTHER = "anything else"
 
@@ -106,7 +104,7 @@ _ELEMENTWISE = frozenset({
     "Xlog1py", "Xlogy",
 })  # fmt: skip
 _SCALINGS = frozenset({"Mul", "RealDiv", "Div", "DivNoNan", "MulNoNan"})
-_TOTALS = frozenset({Kind.MEAN, Kind.SUM, Kind.SHAPE, Kind.WIDE, Kind.COUNT})
+_TOTALS = frozenset({Kind.MEAN, Kind.SUM, Kind.SHAPE, Kind.COUNT})
 # Of rows, with constants: filters, sizes, a table.
 _BY_CONSTANTS = frozenset({
     "AvgPool", "Conv2D", "Conv3D", "DepthwiseConv2dNative", "MaxPool", "ResizeBilinear", "ResizeNearestNeighbor",
@@ -185,15 +183,9 @@ class Proof:
         if not _TOTALS.isdisjoint(kinds):
             return Kind.OTHER if Kind.ROWS in kinds else _of_totals(tensor, kinds)
         if operation.type in ("Shape", "ShapeN", "Size"):
-            of_shape = {Kind.ROWS: Kind.SHAPE, Kind.COLUMNS: Kind.WIDE, Kind.CONSTANT: Kind.CONSTANT}
+            of_shape = {Kind.ROWS: Kind.SHAPE, Kind.CONSTANT: Kind.CONSTANT}
             return Kind.COUNT if operation.type == "Size" else of_shape[kinds[tensor.value_index]]
-        if Kind.COLUMNS in kinds:
-            return Kind.OTHER if Kind.ROWS in kinds else _of_columns(operation, kinds)
-        if has_rows(tensor) and _keeps_rows(operation, kinds):
-            return Kind.ROWS
-        # All axes but the last one have one entry, as where thresholds are compared with predictions.
-        has_columns = bool(tensor.shape.rank) and {*tensor.shape[:-1]} <= {1} and tensor.shape[-1] is None
-        return Kind.COLUMNS if operation.type == "Reshape" and has_columns else _reduced(operation, kinds)
+        return Kind.ROWS if has_rows(tensor) and _keeps_rows(operation, kinds) else _reduced(operation, kinds)
 
 
 _OF_STATE = frozenset({"ReadVariableOp", "ResourceGather", "StatefulPartitionedCall"})  # as constant as their inputs
@@ -225,24 +217,6 @@ def has_rows(value: Any) -> bool:
     return isinstance(value, tf.Tensor) and bool(value.shape.rank) and value.shape[0] is None
 
 
-def _of_columns(operation: Any, kinds: list[Kind]) -> Kind:
-    sources, rank = operation.inputs, operation.outputs[0].shape.rank
-    of_constant = [source for source, kind in zip(sources, kinds, strict=True) if kind is Kind.CONSTANT]
-    if operation.type in _UNARY and len(kinds) == 1:
-        return Kind.COLUMNS
-    if operation.type in _ELEMENTWISE:
-        are_broadcast = all(source.shape.rank == 0 or source.shape[-1] == 1 for source in of_constant)
-        return Kind.COLUMNS if are_broadcast and rank is not None else Kind.OTHER
-    if kinds[0] is not Kind.COLUMNS or len(of_constant) < len(kinds) - 1:
-        return Kind.OTHER
-    if operation.type == "Tile":
-        given = _static(sources[1])
-        return Kind.COLUMNS if given is not None and given[-1] == 1 else Kind.OTHER
-    if operation.type in ("Sum", "Mean") and sources[0].shape.rank - 1 in _axes(operation):
-        return Kind.SUM if operation.type == "Sum" else Kind.MEAN
-    return Kind.OTHER
-
-
 def _of_totals(tensor: Any, kinds: list[Kind]) -> Kind:
     """A mean that is scaled, or added to a mean, is still a mean; the same for sums. A sum by a count is a mean."""
     operation = tensor.op
@@ -250,8 +224,7 @@ def _of_totals(tensor: Any, kinds: list[Kind]) -> Kind:
     if operation.type in _LINEAR:
         is_rounded = operation.type == "Cast" and first is Kind.COUNT and tensor.dtype.is_integer
         return first if len(kinds) == 1 and not (is_rounded and operation.inputs[0].dtype.is_floating) else Kind.OTHER
-    filled = {"Fill": (Kind.SHAPE, constant), "BroadcastTo": (constant, Kind.SHAPE), "Tile": (constant, Kind.WIDE)}
-    if tuple(kinds) == filled.get(operation.type):
+    if (operation.type, *kinds) in (("Fill", Kind.SHAPE, constant), ("BroadcastTo", constant, Kind.SHAPE)):
         return _of_filled(operation)
     if operation.type == "Pack" and len(set(kinds)) == 1 and first in (Kind.MEAN, Kind.SUM):
         return first
@@ -275,20 +248,16 @@ def _of_totals(tensor: Any, kinds: list[Kind]) -> Kind:
 def _of_filled(operation: Any) -> Kind:
     """A constant that is repeated for each example."""
     source, output = operation.inputs[0], operation.outputs[0]
-    is_single = operation.type == "Fill" or source.shape.rank == 0
-    if has_rows(output):
-        return Kind.ROWS if is_single or _is_broadcast(source, output.shape.rank) else Kind.OTHER
-    is_column = source.shape.rank is not None and source.shape[-1:] == [1] and output.shape.rank == source.shape.rank
-    return Kind.COLUMNS if is_column and output.shape[-1] is None else Kind.OTHER
+    if not has_rows(output):
+        return Kind.OTHER
+    return Kind.ROWS if operation.type == "Fill" or _is_broadcast(source, output.shape.rank) else Kind.OTHER
 
 
 def _of_shapes(tensor: Any, kinds: list[Kind]) -> Kind:
     """`tf.shape(rows)[0]`, the product of a shape, and what is put together from these."""
     operation, constants = tensor.op, kinds.count(Kind.CONSTANT)
     if operation.type == "Pack" and constants == len(kinds) - 1 and tensor.shape.rank == 1:
-        if kinds[0] is Kind.COUNT:
-            return Kind.SHAPE
-        return Kind.WIDE if kinds[-1] is Kind.COUNT else Kind.OTHER
+        return Kind.SHAPE if kinds[0] is Kind.COUNT else Kind.OTHER
     if operation.type in ("Maximum", "Minimum"):
         pairs = zip(operation.inputs, kinds, strict=True)
         values = [_static(source) for source, kind in pairs if kind is Kind.CONSTANT]

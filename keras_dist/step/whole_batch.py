@@ -35,7 +35,7 @@ from keras_dist.compat.keras_random import layers_that_mix_examples
 from keras_dist.compat.tf_compat import context_value, noted_lookups
 from keras_dist.data.shares import static_length
 from keras_dist.errors import NotSupportedError
-from keras_dist.logging import announce_once, logger
+from keras_dist.logging import announce_once, logger, warn_once
 from keras_dist.step import losses
 from keras_dist.step import step as step_module
 from keras_dist.step.dependence import Arguments, Proof, has_rows, same_length, traced
@@ -76,19 +76,14 @@ def compiled_layers(model: keras.Model, is_chief: bool) -> contextlib.AbstractCo
             step = step_module.current()
             # Not in a step that is only compared with the one on the ranks, where a layer may have another reason.
             if is_chief and (step is None or not step.is_plain):
-                _tell(layer.name, reason)
+                warn_once(
+                    "jit_compile: XLA cannot compile the layer %r, which %s. It runs without XLA; the others are "
+                    "compiled.", layer.name, reason,
+                )  # fmt: skip
         return outputs
 
     parts = {id(layer): layer for layer in keras_model.flatten_layers(model)} if keras_layers.is_compiled(model) else {}
     return attached_to(parts.values(), "call", lambda layer, plain: functools.partial(call, layer, plain))
-
-
-@functools.cache
-def _tell(name: str, reason: str) -> None:
-    logger().warning(
-        "jit_compile: XLA cannot compile the layer %r, which %s. It runs without XLA; the others are compiled.",
-        name, reason,
-    )  # fmt: skip
 
 
 def _compiled_call(layer: Any, plain: Callable[..., Any], arguments: Any) -> Any:

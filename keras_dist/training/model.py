@@ -16,8 +16,8 @@ from keras_dist.compat import keras_fit, keras_layers, keras_model
 from keras_dist.compat.keras_model import attach
 from keras_dist.data import sources
 from keras_dist.data.pipeline import fold
-from keras_dist.data.shares import Share, Shares, joined, may_be_empty, note_whole_batch, take_share, take_shares
-from keras_dist.logging import logger
+from keras_dist.data.shares import UNCUT, Share, Shares, joined, may_be_empty, take_share, take_shares
+from keras_dist.logging import logger, warn_once
 from keras_dist.state import weights
 from keras_dist.step.gathering import on_share
 from keras_dist.step.metrics import flat
@@ -184,8 +184,8 @@ class RankModel(DistributedModel):
             outputs = watched(iterator)
             if is_first:
                 is_first = False
-                if self._has_whole_batches.numpy():
-                    note_whole_batch(backend.topology.is_chief)
+                if self._has_whole_batches.numpy() and backend.topology.is_chief:
+                    warn_once(UNCUT)
                 weights.compare(self._model, backend, "model.fit (first step)", self._seen())
             return outputs
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 import statistics
 import time
@@ -25,7 +24,7 @@ from keras_dist.compat import keras_fit, keras_model, keras_random
 from keras_dist.compat.keras_model import attached, plain_apply
 from keras_dist.data import sources
 from keras_dist.errors import ConfigurationError, NotSupportedError, check_choice
-from keras_dist.logging import announce, logger
+from keras_dist.logging import announce, logger, warn_once
 from keras_dist.step.optimizer import RULES, fused, is_large, scale
 from keras_dist.training.synchronizer import as_list, needs_single_steps
 from keras_dist.training.trial import is_in_step
@@ -83,15 +82,6 @@ class Executions:
         if ALL in (way, self._way):
             self._model.jit_compile = way == ALL
         self._way = way
-
-
-@functools.cache
-def report(number: int) -> None:
-    if number > 1:
-        logger().warning(
-            "%d steps in one execution: no callback acts between batches. compile(steps_per_execution=1) turns it off.",
-            number,
-        )
 
 
 def act_between_batches(callbacks: Any) -> bool:
@@ -352,7 +342,8 @@ class Options:
                 f"verify=True on the backend {backend.name!r}",
                 "Leave `verify` out, or verify the script with another mode or backend.",
             )
-        _note_ignored(reason, backend.topology.is_chief)
+        if backend.topology.is_chief:
+            warn_once("%s is ignored: %s.", environment.VERIFY, reason)
         return False
 
     def checks_own_code(self, backend: Backend) -> bool:
@@ -393,9 +384,3 @@ class Options:
                     f"{name}={value!r} for an optimizer",
                     f"In a custom training loop, {remedy}",
                 )
-
-
-@functools.cache
-def _note_ignored(reason: str, is_chief: bool) -> None:
-    if is_chief:
-        logger().warning("%s is ignored: %s.", environment.VERIFY, reason)

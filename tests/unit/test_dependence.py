@@ -96,7 +96,7 @@ PROVEN: dict[str, tuple[Any, ...]] = {
     "confusion": (confusion, "SUM", X, X),
     "entries": (lambda x: tf.cast(tf.size(x), "float32") + ops.sum(x), "SUM", X),
     "of columns": (
-        lambda x: ops.sum(ops.tile(ops.reshape(x, [1, -1]), [3, 1]) > [[0.0], [0.5], [1.0]], 1), "SUM", [None, 1]),
+        lambda x: ops.sum(ops.tile(ops.reshape(x, [1, -1]), [3, 1]) > [[0.0], [0.5], [1.0]], 1), "OTHER", [None, 1]),
     "unstacked": (lambda x: tf.unstack(x, axis=-1)[1], "ROWS", X),
     "scaled count": (lambda x: ops.sum(x) / (0.5 * tf.cast(tf.size(x), "float32")), "MEAN", X),
     "pairs": (lambda x: ops.sum(ops.reshape(x, [tf.cast(tf.shape(x)[0] / 2, "int32"), -1]), -1), "OTHER", X),

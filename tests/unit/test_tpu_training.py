@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.backends.tpu import model as tpu_model
 from keras_dist.backends.tpu import step as tpu_data
 from keras_dist.backends.tpu.backend import TPU
 from keras_dist.compat import keras_strategy, tpu_emulation
 from keras_dist.errors import ConfigurationError, NotSupportedError
+from keras_dist.logging import warn_once
 from keras_dist.training import options
 from tests.multiprocess.launches import assert_close
 
@@ -98,7 +98,7 @@ def test_fit_puts_steps_together_where_nobody_looks(said: list[str]) -> None:
         keras.utils.set_random_seed(1)
         model = compiled(distribute_on_strategy(build(), strategy))
         said.clear()
-        options.report.cache_clear()
+        warn_once.cache_clear()
         *ours, later = train(model)
         assert [number for number, _ in later.seen] == [2, 2]  # divides 6 and 4
         assert said == [
@@ -246,7 +246,7 @@ class LooksLater(keras.callbacks.Callback):
 
 
 def test_bfloat16_is_advised_once(said: list[str]) -> None:
-    tpu_model._advise_on_precision.cache_clear()
+    warn_once.cache_clear()
     with cores() as strategy:
         keras.mixed_precision.set_dtype_policy("mixed_bfloat16")
         try:

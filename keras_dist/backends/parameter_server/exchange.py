@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras_dist.data import shares
 from keras_dist.data.shares import Share, Shares
 from keras_dist.errors import NotSupportedError
+from keras_dist.logging import warn_once
 from keras_dist.step.step import Step
 from keras_dist.training.trial import as_tensors, epsilon
 
@@ -23,7 +24,7 @@ def cut(batch: Any, size: int) -> list[Share]:
     is_cut = isinstance(batch, Shares)  # by the dataset
     parts = batch.parts if is_cut else [shares.cut(batch, index, size) for index in range(size)]
     if bool(parts[0].is_whole):
-        shares.note_whole_batch(is_chief=True)
+        warn_once(shares.UNCUT)
     return [part._replace(count=int(part.count), total=int(part.total)) for part in parts]
 
 

@@ -1,7 +1,6 @@
 """A model whose variables belong to TPUStrategy, which runs its steps on shares of one shape."""
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +16,7 @@ from keras_dist.compat.keras_model import attach, attached
 from keras_dist.compat.keras_strategy import like
 from keras_dist.data.shares import row_count
 from keras_dist.errors import NotSupportedError
-from keras_dist.logging import logger
+from keras_dist.logging import logger, warn_once
 from keras_dist.state.weights import not_additive
 from keras_dist.step import step as step_module
 from keras_dist.step.gathering import whole_draws
@@ -42,7 +41,12 @@ class TPUModel(DistributedModel):
         self._lengths: dict[str, int] = {}
         self._why_not_filled: str | None = None
         self._executions = Executions(model)
-        _advise_on_precision(keras.config.dtype_policy().name)
+        if keras.config.dtype_policy().name == "float32":
+            warn_once(
+                "the model computes in float32. mixed_bfloat16 is faster on a TPU and takes less memory; its numbers "
+                "differ in the third digit. Call keras.mixed_precision.set_global_policy('mixed_bfloat16') before the "
+                "model is created."
+            )
 
     def _compile(self, call: Call) -> None:
         with self.scope():
@@ -133,7 +137,9 @@ class TPUModel(DistributedModel):
                 number = options.number_of(epoch_iterator.data_adapter.num_batches, exactly)
                 epoch_iterator.steps_per_execution = number
                 stack.enter_context(self._executions.of(number))
-                options.report(number)
+                if number > 1:
+                    text = "%d steps in one execution: no callback acts between batches."
+                    warn_once(f"{text} compile(steps_per_execution=1) turns it off.", number)
             self._prepare(epoch_iterator, kind, self._replicas if grows else 1)
 
         kinds = itertools.chain(first, itertools.repeat(others))
@@ -317,13 +323,3 @@ def prepare_optimizer(optimizer: Any, backend: Backend) -> None:
         distribute_optimizer(optimizer, backend)
     for part in parts_of(optimizer):
         keras_strategy.skip_gradient_reduction(part)
-
-
-@functools.cache
-def _advise_on_precision(policy: str) -> None:
-    if policy == "float32":
-        logger().warning(
-            "the model computes in float32. mixed_bfloat16 is faster on a TPU and takes less memory; its numbers "
-            "differ in the third digit. Call keras.mixed_precision.set_global_policy('mixed_bfloat16') before the "
-            "model is created."
-        )
