@@ -115,11 +115,14 @@ def has_values_of_examples(loss: Any) -> bool:
 
 
 @contextlib.contextmanager
-def batch_statistics(sum_over_replicas: Callable[[Any], Any], of_all: bool = False) -> Iterator[None]:
+def batch_statistics(
+    sum_over_replicas: Callable[[Any], Any], of_all: bool = False, rows: Callable[[], Any] = lambda: None
+) -> Iterator[None]:
     """Makes `BatchNormalization(synchronized=True)` compute moments of the whole batch, in this context.
 
     Keras sums with `tf.distribute`, which does not reach other processes, and not at all if there is a mask.
     `sum_over_replicas` must be differentiable. With `of_all` every BatchNormalization is as if it were synchronized.
+    `rows` returns a float vector, 1 for each real row and 0 for each filler row, which no layer counts; or `None`.
     """
     plain = keras.layers.BatchNormalization._moments
 
@@ -127,18 +130,33 @@ def batch_statistics(sum_over_replicas: Callable[[Any], Any], of_all: bool = Fal
         return whole_moments(x, tf.ones_like(x), axes, sum_over_replicas, keepdims=keepdims)
 
     def of_layer(layer: Any, inputs: Any, mask: Any) -> tuple[Any, Any]:
+        axes, real = layer._reduction_axes, rows()
+        real = None if real is None or 0 not in axes else like(real, inputs) > 0
+        if mask is not None:
+            mask = tf.cast(mask, tf.bool)[..., None]
+            mask = mask if real is None else mask & real
         if not (layer.synchronized or of_all):
-            return plain(layer, inputs, mask)
-        if mask is None:
-            return of_tensor(inputs, layer._reduction_axes, keepdims=False)
-        is_counted = tf.broadcast_to(tf.cast(mask, tf.bool)[..., None], tf.shape(inputs))
+            if mask is not None or real is None:
+                return plain(layer, inputs, None if mask is None else mask[..., 0])
+            # An empty share, which is not counted, has the moments of its filler rows: without rows they would be NaN.
+            weights = tf.where(tf.reduce_any(real), real, tf.ones_like(real))
+            return tf.nn.weighted_moments(inputs, axes, tf.cast(weights, inputs.dtype))
+        if mask is None and real is None:
+            return of_tensor(inputs, axes, keepdims=False)
+        is_counted = tf.broadcast_to(real if mask is None else mask, tf.shape(inputs))
         values, counted = tf.where(is_counted, inputs, tf.zeros_like(inputs)), tf.cast(is_counted, inputs.dtype)
-        epsilon = keras.config.epsilon()  # as in Keras's own formula
-        return whole_moments(values, counted, layer._reduction_axes, sum_over_replicas, epsilon)
+        epsilon = 0.0 if mask is None else keras.config.epsilon()  # as in Keras's own formula
+        return whole_moments(values, counted, axes, sum_over_replicas, epsilon)
 
     of_nn = patched(tensorflow_nn, _compute_moments_sync=of_tensor)
     with of_nn, patched(keras.layers.BatchNormalization, _moments=of_layer):
         yield
+
+
+def like(rows: Any, values: Any) -> Any:
+    """Returns `rows` with the dtype and rank of `values`, to broadcast over them."""
+    dtype = tf.float32 if values.dtype == tf.bool else values.dtype
+    return tf.reshape(tf.cast(rows, dtype), [-1] + [1] * (len(values.shape) - 1))
 
 
 def whole_moments(

@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import copy
-import functools
 import random
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -16,7 +15,7 @@ from keras.src.random import seed_generator
 from tensorflow.python.distribute import values_util
 
 from keras_dist.compat import keras_model, keras_random, tf_compat, tf_graphs
-from keras_dist.compat.keras_losses import weighted_updates, whole_moments
+from keras_dist.compat.keras_losses import weighted_updates
 from keras_dist.compat.keras_model import attach, attached_to, backing, flatten_layers, global_state
 from keras_dist.compat.tf_compat import patched
 
@@ -67,39 +66,6 @@ def weighted_averages(model: keras.Model, count: Callable[[], Any], part: Callab
 def skip_gradient_reduction(optimizer: Any) -> None:
     """Keeps an optimizer from summing gradients over replicas itself, which it does after clipping."""
     attach(optimizer, "_all_reduce_sum_gradients", lambda grads_and_vars: grads_and_vars)
-
-
-def moments_of_rows(
-    model: keras.Model, rows: Callable[[], Any], sum_over_replicas: Callable[[Any], Any], of_all: bool = False
-) -> contextlib.AbstractContextManager[None]:
-    """Makes BatchNormalization compute moments of real rows only, in this context.
-
-    `rows` returns a float tensor of shape `(rows,)`, 1 for each real row and 0 for each filler row. `sum_over_replicas`
-    must be differentiable. With `of_all` every layer has moments of all replicas' rows, as if it were synchronized.
-    """
-
-    def moments(layer: Any, plain: Any, inputs: Any, mask: Any) -> tuple[Any, Any]:
-        axes = layer._reduction_axes
-        if 0 not in axes:
-            return plain(inputs, mask)
-        is_real = like(rows(), inputs)
-        if mask is not None:  # Keras's own formula for masks, with filler rows masked too
-            return plain(inputs, tf.cast(mask, tf.bool) & (like(rows(), mask) > 0))
-        if layer.synchronized or of_all:
-            values = tf.where(is_real > 0, inputs, tf.zeros_like(inputs))
-            return whole_moments(values, tf.broadcast_to(is_real, tf.shape(inputs)), axes, sum_over_replicas)
-        # An empty share, which is not counted, has the moments of its filler rows: without rows they would be NaN.
-        weights = tf.where(tf.reduce_any(is_real > 0), is_real, tf.ones_like(is_real))
-        return tf.nn.weighted_moments(inputs, axes, weights)
-
-    layers = [layer for layer in flatten_layers(model) if isinstance(layer, keras.layers.BatchNormalization)]
-    return attached_to(layers, "_moments", lambda layer, plain: functools.partial(moments, layer, plain))
-
-
-def like(rows: Any, values: Any) -> Any:
-    """Returns `rows` with the dtype and rank of `values`, to broadcast over them."""
-    dtype = tf.float32 if values.dtype == tf.bool else values.dtype
-    return tf.reshape(tf.cast(rows, dtype), [-1] + [1] * (len(values.shape) - 1))
 
 
 def metric_values(

@@ -12,8 +12,8 @@ from keras_dist.backends.tpu import step
 from keras_dist.backends.tpu.step import Even, Filled
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, keras_model, keras_random, keras_strategy, tf_compat
+from keras_dist.compat.keras_losses import like
 from keras_dist.compat.keras_model import attach, attached
-from keras_dist.compat.keras_strategy import like
 from keras_dist.data.shares import row_count
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger, warn_once

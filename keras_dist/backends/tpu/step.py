@@ -18,13 +18,14 @@ import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, keras_model, keras_strategy, tf_compat, tf_data
-from keras_dist.compat.keras_strategy import ReplicaScope, like
+from keras_dist.compat.keras_losses import like
+from keras_dist.compat.keras_strategy import ReplicaScope
 from keras_dist.data.pipeline import map_elements
 from keras_dist.data.shares import all_equal, lengths_of, row_count, share_bounds, static_length
 from keras_dist.errors import NotSupportedError
 from keras_dist.step import step as step_module
 from keras_dist.step.step import RowRange, Step, ratio
-from keras_dist.step.whole_batch import sum_statistics, whole_batch
+from keras_dist.step.whole_batch import whole_batch
 from keras_dist.training.loop import RankLoop, as_batches, has_examples
 
 # The errors of a pipeline begin with one of these.
@@ -216,8 +217,6 @@ def counting(
         contextlib.ExitStack() as stack,
     ):
         if is_filled:
-            sums = functools.partial(sum_statistics, backend.all_reduce_exact)
-            stack.enter_context(keras_strategy.moments_of_rows(model, _current_rows, sums, exact))
             metrics = keras_model.compiled_metrics(model)
             for metric in metrics:
                 update = functools.partial(_update_by_rows, metric, metric.update_state)
