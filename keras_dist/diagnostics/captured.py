@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from keras_dist import api, cluster
 from keras_dist.backends.local.serial import Serial
+from keras_dist.compat import tf_compat
 from keras_dist.errors import ConfigurationError, DistributionError
 
 
@@ -29,12 +30,10 @@ class Captured(BaseException):
 def run(script: Path, arguments: Sequence[str], strategy: tf.distribute.Strategy) -> Captured:
     """Runs a script until it calls `fit` or `train_on_batch`; its variables are made in the strategy's scope."""
     # This process only runs the script: `fit` captures, and the strategy makes all variables.
-    tf.distribute.experimental_set_strategy(strategy)
+    tf_compat.set_strategy(strategy)
     cluster.set_backend(Serial())
     api.init = lambda *args, **kwargs: None
     keras.Model.fit, keras.Model.train_on_batch = _fit, _train_on_batch
-    for module in (keras.utils, keras.backend):
-        module.clear_session = _restoring(strategy, module.clear_session)
     sys.argv = [str(script), *arguments]
     sys.path[0:0] = [str(script.resolve().parent)]
     try:
@@ -66,16 +65,6 @@ def load(path: str, specs: Any, strategy: tf.distribute.Strategy) -> Captured:
             "Put its custom classes into a module that can be imported, registered with "
             "@keras.saving.register_keras_serializable(), or use `keras-dist dry-run train.py`.",
         ) from error
-
-
-def _restoring(strategy: tf.distribute.Strategy, clear_session: Any) -> Any:
-    """Returns `clear_session` that keeps the strategy, which the original drops."""
-
-    def cleared(*args: Any, **kwargs: Any) -> None:
-        clear_session(*args, **kwargs)
-        tf.distribute.experimental_set_strategy(strategy)
-
-    return cleared
 
 
 def _fit(self: Any, x: Any = None, y: Any = None, batch_size: int | None = None, *_: Any, **kwargs: Any) -> NoReturn:
