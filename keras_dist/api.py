@@ -14,7 +14,7 @@ from keras_dist.cluster import current_backend, used_backend
 from keras_dist.comm import devices
 from keras_dist.comm.backend import Backend, Priority
 from keras_dist.compat import tf_compat
-from keras_dist.errors import ConfigurationError, MismatchError
+from keras_dist.errors import ConfigurationError, MismatchError, other_keras_backend
 from keras_dist.state import checkpoint
 from keras_dist.state import snapshot as random_state
 from keras_dist.training import refusals, synchronizer
@@ -64,7 +64,8 @@ def init(backend: str | Backend = "auto", seed: int | None = None, **options: An
                 "Call kd.init() once per process. In a notebook, restart the kernel to change it.",
             )
         return
-    refusals.check_keras_backend()
+    if (name := keras.backend.backend()) != "tensorflow":
+        raise other_keras_backend(f"Keras on {name!r}")
     # A child process inherits the rank's environment, and would join the cluster as the same rank.
     owner = environment.get(environment.INITIALIZED_BY)
     if owner not in (None, str(os.getpid())):

@@ -52,7 +52,7 @@ class ChiefOnly(keras.callbacks.Callback):
         self.is_active = True
         self.optimizers: Sequence[Any] = ()  # those whose learning rate is sent to all ranks
         self.has_set_a_rate = False
-        self.added_logs: dict[str, Any] = {}
+        self.added_logs: dict[str, Any] = {}  # which are not sent yet
         # Define only the hooks that the callback defines: Keras skips a batch hook that no callback has.
         for name in dir(keras.callbacks.Callback):
             if name.startswith("on_") and defines(callback, name):
@@ -93,12 +93,6 @@ class ChiefOnly(keras.callbacks.Callback):
         added = {name: log for name, log in added.items() if isinstance(log, _PLAIN | np.ndarray)}
         logs.update(added)  # of a variable, the value that it has now: all ranks keep the same
         self.added_logs.update(added)
-
-
-def take_added_logs(callback: ChiefOnly) -> dict[str, Any]:
-    """Returns the numbers that a callback has added to logs since the last call."""
-    added, callback.added_logs = callback.added_logs, {}
-    return added
 
 
 def attributes_of(callback: ChiefOnly) -> dict[str, Any]:

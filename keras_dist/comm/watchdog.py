@@ -34,6 +34,7 @@ import tensorflow as tf
 
 from keras_dist import environment
 from keras_dist.comm.backend import Rendezvous, check_same_call
+from keras_dist.compat.tf_compat import host_variable
 from keras_dist.environment import WAIT_TIMEOUT, Topology
 from keras_dist.errors import DistributionError, MismatchError, PeerLostError
 from keras_dist.logging import logger
@@ -71,9 +72,8 @@ class LoopWaits:
 
     def __init__(self) -> None:
         self._calls = ["", *dict.fromkeys(_CALLS.values())]
-        with tf.device("CPU:0"), tf.init_scope():
-            self._number = tf.Variable(0, dtype=tf.int64, trainable=False, name="keras_dist_loop_collectives")
-            self._call = tf.Variable(0, trainable=False, name="keras_dist_loop_collective")
+        self._number = host_variable(0, "loop_collectives", dtype=tf.int64)
+        self._call = host_variable(0, "loop_collective")
 
     def track(self, call: str, tensors: Any, collective: Callable[[Any], Any]) -> Any:
         """Traces `collective(tensors)` between operations that record its beginning and its end; returns its result."""

@@ -225,6 +225,12 @@ def variables_made_by(creators: Sequence[Any] = ()) -> Iterator[None]:
         graph._variable_creator_stack = others
 
 
+def host_variable(value: Any, name: str, **options: Any) -> tf.Variable:
+    """Returns an ordinary variable of this library in the host's memory, in any scope."""
+    with tf.init_scope(), variables_made_by(), tf.device("CPU:0"):
+        return tf.Variable(value, trainable=False, name=f"keras_dist_{name}", **options)
+
+
 def trace_again() -> None:
     """Makes the `tf.function` that is traced here trace once more, as it does after it has made variables.
 

@@ -456,8 +456,7 @@ class _AccumulatingReducer(_Reducer):
 
     def __init__(self, optimizer: Any, backend: Backend) -> None:
         super().__init__(optimizer, backend)
-        with tf.device("CPU:0"), tf.init_scope():
-            self._folded = tf.Variable(0, dtype=tf.int64, trainable=False, name="keras_dist_folded")
+        self._folded = tf_compat.host_variable(0, "folded", dtype=tf.int64)
 
     def attach(self) -> None:
         optimizer, clip = self._optimizer, getattr(self._optimizer, CLIP_GRADIENTS)

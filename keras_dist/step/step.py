@@ -33,9 +33,8 @@ class Stopwatch:
     """Measures how long one rank waits, in steps and between them."""
 
     def __init__(self) -> None:
-        with tf.device("CPU:0"), tf.init_scope():
-            self._started = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="keras_dist_started")
-            self._waited = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="keras_dist_waited")
+        self._started = tf_compat.host_variable(0.0, "started", dtype=tf.float64)
+        self._waited = tf_compat.host_variable(0.0, "waited", dtype=tf.float64)
 
     def restart(self) -> None:
         """Resets the waiting time. Called just after a collective."""
@@ -235,12 +234,6 @@ def is_outside() -> bool:
     return _CURRENT.get() is _OUTSIDE
 
 
-def current_part() -> Any:
-    """Returns the fraction of the batch in the current share, `None` outside of a step."""
-    step = current()
-    return None if step is None else step.part
-
-
 _MARK = "keras_dist: the ranks disagree"
 _CONDITION = "keras_dist: replicas differ in the condition of an update"
 _SHAPES = "keras_dist: the shares of a batch have predictions of different shapes"
@@ -256,8 +249,7 @@ class ConsistencyCheck:
     """Compares the rows of all ranks inside a step, and explains afterwards what differed."""
 
     def __init__(self, size: int) -> None:
-        with tf.device("CPU:0"), tf.init_scope():
-            self._rows = tf.Variable(tf.zeros([size, 2]), trainable=False, name="keras_dist_rows")
+        self._rows = tf_compat.host_variable([[0.0, 0.0]] * size, "rows")
 
     def check(self, rows: Any, tensors: Sequence[Any]) -> list[Any]:
         """Returns `tensors`, or fails if the rows differ: the fingerprint of a rank's batch, and its learning rate."""

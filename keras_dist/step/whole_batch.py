@@ -350,8 +350,10 @@ def whole_batch(
         rescale = functools.partial(losses.rescale, backend.all_reduce_exact)
         stack.enter_context(keras_losses.rescaled_losses(rescale, prepare))
         statistics = functools.partial(sum_statistics, backend.all_reduce_exact)
-        stack.enter_context(keras_losses.batch_statistics(statistics, exact, _rows))
-        stack.enter_context(keras_losses.weighted_scalars(step_module.current_part))
+        stack.enter_context(
+            keras_losses.batch_statistics(statistics, exact, lambda: getattr(step_module.current(), "rows", None))
+        )
+        stack.enter_context(keras_losses.weighted_scalars(lambda: getattr(step_module.current(), "part", None)))
         stack.enter_context(keras_losses.added_losses(step_module.weight_of_sum))
         stack.enter_context(keras_layers.padded_texts(functools.partial(_greatest, backend)))
         if model is not None:
@@ -412,11 +414,6 @@ def _greatest(exchange: Backend, number: Any) -> Any:
     if (step := step_module.current()) is None:
         return number
     return tf.reduce_max(exchange.all_gather(number[None], step.next_name("width")))
-
-
-def _rows() -> Any:
-    """Returns which rows of the current share are real, `None` if all are: only a TPU has filler rows."""
-    return getattr(step_module.current(), "rows", None)
 
 
 def _replica() -> Any:

@@ -104,10 +104,9 @@ class RankLoop(Loop, Verified):
         self._backend = backend
         consistency_check_of(backend.topology.size)  # now: a step that finds an optimizer could not create it
         # Ordinary variables, also if it is a replica of a strategy that asks for the loop first.
-        with tf.init_scope(), tf_compat.variables_made_by(), tf.device("CPU:0"):
-            self._count = tf.Variable(0, trainable=False, name="keras_dist_loop_count")
-            self._total = tf.Variable(0, trainable=False, name="keras_dist_loop_total")
-            self._fingerprint = tf.Variable(0.0, trainable=False, name="keras_dist_loop_fingerprint")
+        self._count = tf_compat.host_variable(0, "loop_count")
+        self._total = tf_compat.host_variable(0, "loop_total")
+        self._fingerprint = tf_compat.host_variable(0.0, "loop_fingerprint")
         self._verification: Verification | None = None
         self._reductions: MutableMapping[Any, int] = weakref.WeakKeyDictionary()
         self._traces: MutableMapping[Any, Callable[..., Any]] = weakref.WeakKeyDictionary()
@@ -217,9 +216,7 @@ class ReplicaLoop(RankLoop):
 
     def __init__(self, backend: ReplicaBackend) -> None:
         super().__init__(backend)
-        with tf.init_scope(), tf_compat.variables_made_by(), tf.device("CPU:0"):
-            zeros = tf.zeros([backend.replicas], tf.int32)
-            self._counts_by_replica = tf.Variable(zeros, trainable=False, name="keras_dist_loop_counts")
+        self._counts_by_replica = tf_compat.host_variable([0] * backend.replicas, "loop_counts")
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Returns the replicas' outputs as `tf.distribute.DistributedValues`, for `kd.reduce`."""

@@ -14,6 +14,7 @@ from keras_dist.comm.backend import Backend
 from keras_dist.comm.replicas import ReplicaBackend, mean_of_shares
 from keras_dist.compat import keras_fit, keras_layers, keras_model
 from keras_dist.compat.keras_model import attach
+from keras_dist.compat.tf_compat import host_variable
 from keras_dist.data import sources
 from keras_dist.data.pipeline import fold
 from keras_dist.data.shares import UNCUT, Share, Shares, joined, may_be_empty, take_share, take_shares
@@ -68,10 +69,9 @@ class RankModel(DistributedModel):
         self._constants: list[tuple[str, str, str]] = []
         self.distribute: Callable[[tf.data.Dataset], tf.data.Dataset] | None = None  # as it was, a part of it
         self.element_spec: Any = None  # of the script's own batches, from which Keras builds a model
-        with tf.device("CPU:0"), tf.init_scope():
-            self._last_count = tf.Variable(0, trainable=False, name="keras_dist_last_count")
-            self._fingerprint = tf.Variable(0, dtype=tf.int64, trainable=False, name="keras_dist_fingerprint")
-            self._has_whole_batches = tf.Variable(False, trainable=False, name="keras_dist_has_whole_batches")
+        self._last_count = host_variable(0, "last_count")
+        self._fingerprint = host_variable(0, "fingerprint", dtype=tf.int64)
+        self._has_whole_batches = host_variable(False, "has_whole_batches")
 
     def _explain(self, error: BaseException) -> BaseException:
         return super()._explain(self._consistency.explain(error))

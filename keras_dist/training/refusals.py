@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, keras_model
-from keras_dist.errors import ConfigurationError, DistributionError, NotSupportedError, other_keras_backend
+from keras_dist.errors import ConfigurationError, DistributionError, NotSupportedError
 from keras_dist.logging import logger
 from keras_dist.step import step as step_module
 from keras_dist.step.optimizer import outside_of_a_step
@@ -42,11 +42,6 @@ def _of_script(trace: types.TracebackType | None) -> types.TracebackType | None:
     if trace.tb_frame.f_code.co_filename.startswith(_NOT_OF_SCRIPTS):
         return following
     return types.TracebackType(following, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
-
-
-def check_keras_backend() -> None:
-    if (name := keras.backend.backend()) != "tensorflow":
-        raise other_keras_backend(f"Keras on {name!r}")
 
 
 def check_model(model: keras.Model) -> None:

@@ -19,7 +19,6 @@ from keras_dist.callbacks import (
     inner_of,
     rates_of,
     set_rates,
-    take_added_logs,
 )
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, keras_model
@@ -139,8 +138,8 @@ class Synchronizer(keras.callbacks.Callback):
             has_set_a_rate = any(callback.has_set_a_rate for callback in self._of_chief)
             added: dict[str, Any] = {}
             for callback in self._of_chief:
-                callback.has_set_a_rate = False
-                added |= take_added_logs(callback)
+                added |= callback.added_logs
+                callback.has_set_a_rate, callback.added_logs = False, {}
             # The current ones: later callbacks may have changed them.
             rates = rates_of(self._optimizers) if has_set_a_rate else None
             told = rates, added, [attributes_of(callback) for callback in self._of_chief]

@@ -193,17 +193,15 @@ class Trial:
         finally:
             self.attributes.set(self._held)
 
-    def applied(self) -> list[Any]:
-        """Returns a list for `Step.applied`, which also notes what is about to be updated."""
-        return _Applied(self)
-
     def note(self, variable: Any) -> None:
         """Notes the value of a Keras variable that an eager step is about to change."""
         if tf.executing_eagerly() and id(variable) not in self._before:
             self._before[id(variable)] = variable, tf.identity(keras_model.backing(variable))
 
 
-class _Applied(list[Any]):
+class Applied(list[Any]):
+    """A list for `Step.applied`, which also notes what is about to be updated."""
+
     def __init__(self, trial: Trial) -> None:
         super().__init__()
         self._trial = trial
@@ -364,8 +362,7 @@ class FirstRows:
         self._kept: list[Any] = []  # variables, one for each tensor of the rows
         self.graph: Any = None  # `None` of a step that runs eagerly
         self.away: Sequence[tf.Variable] = ()  # variables in the graph for which copies stand in the trial
-        with _outside():
-            self._count = tf.Variable(-1, trainable=False, name="keras_dist_first_count")
+        self._count = tf_compat.host_variable(-1, "first_count")
 
     def begin_step(self) -> None:
         self._steps += 1
@@ -392,8 +389,7 @@ class FirstRows:
             self._specs = tf.nest.map_structure(
                 lambda leaf: None if leaf is None else tf.type_spec_from_value(leaf), data
             )
-            with _outside():
-                self._kept = [_variable_for(tensor) for tensor in tensors]
+            self._kept = [_variable_for(tensor) for tensor in tensors]
 
         def keep() -> Any:
             kept = [variable.assign(tensor) for variable, tensor in zip(self._kept, tensors, strict=True)]
@@ -433,14 +429,8 @@ class FirstRows:
 
 def _variable_for(tensor: Any) -> tf.Variable:
     rank = tensor.shape.rank
-    empty = tf.zeros([0] * (rank or 0), tensor.dtype)
-    return tf.Variable(empty, trainable=False, shape=tf.TensorShape(None if rank is None else [None] * rank))
-
-
-@contextlib.contextmanager
-def _outside() -> Iterator[None]:
-    with tf.init_scope(), tf_compat.variables_made_by(), tf.device("CPU:0"):
-        yield
+    shape = tf.TensorShape(None if rank is None else [None] * rank)
+    return tf_compat.host_variable(lambda: tf.zeros([0] * (rank or 0), tensor.dtype), "first_rows", shape=shape)
 
 
 @contextlib.contextmanager

@@ -17,8 +17,9 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_layers, keras_model, keras_random, tf_compat, tf_graphs
+from keras_dist.compat import keras_layers, keras_model, keras_random, tf_graphs
 from keras_dist.compat.keras_model import CLIP_GRADIENTS, attached
+from keras_dist.compat.tf_compat import host_variable
 from keras_dist.data.shares import row_count
 from keras_dist.errors import MismatchError
 from keras_dist.logging import announce, announce_once
@@ -27,6 +28,7 @@ from keras_dist.step import step as step_module
 from keras_dist.step.optimizer import optimizers_of
 from keras_dist.step.step import Step
 from keras_dist.training.trial import (
+    Applied,
     Difference,
     Quantity,
     Trial,
@@ -221,10 +223,9 @@ class Verification:
         self.steps = 0
         self.compared = 0
         self.largest = 0.0  # relative difference
-        with tf.init_scope(), tf_compat.variables_made_by(), tf.device("CPU:0"):
-            self._begun = tf.Variable(0, trainable=False, name="keras_dist_verified_steps")
-            self._size = tf.Variable(0, trainable=False, name="keras_dist_verified_size")
-            self._has_smaller = tf.Variable(False, trainable=False, name="keras_dist_verified_smaller")
+        self._begun = host_variable(0, "verified_steps")
+        self._size = host_variable(0, "verified_size")
+        self._has_smaller = host_variable(False, "verified_smaller")
 
     def run(self, function: _Function, batch: Any, total: Any, step: Callable[[], Any]) -> Any:
         """Runs a step, and verifies it before if it is one of the first. Every rank must call it.
@@ -403,7 +404,7 @@ class Verification:
                     if variable.aggregation == "sum":
                         variable.assign(tf.zeros_like(variable.value))
             with keras_model.observed(lambda variable: assigned.update({id(variable): variable})):
-                found[:] = step(trial.applied(), assigned)
+                found[:] = step(Applied(trial), assigned)
             return [quantity.value for quantity in found]
 
         # As Keras runs a step: in a graph, also where its steps are run from outside of one.
