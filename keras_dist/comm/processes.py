@@ -77,7 +77,6 @@ def encode(value: Any) -> bytes:
 
 
 def decode(payload: bytes) -> Any:
-    """Returns the object that `encode` has returned as bytes."""
     stream = io.BytesIO(payload)
     length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
     return _untagged(json.loads(stream.read(length)), stream)

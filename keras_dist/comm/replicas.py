@@ -67,7 +67,6 @@ class ReplicaBackend(Backend):
 
     @property
     def devices(self) -> list[str]:
-        """The full names of the devices that compute."""
         return [] if self._strategy is None else list(self._strategy.extended.worker_devices)
 
     def describe_devices(self) -> str:

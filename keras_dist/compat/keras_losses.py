@@ -75,7 +75,6 @@ def with_mask_of(values: Any, masked: Any, change: Callable[[Any], Any] = lambda
 
 
 def has_mask(values: Any) -> bool:
-    """True if a layer attached a mask to a tensor of the structure."""
     return any(mask_of(leaf) is not None for leaf in keras.tree.flatten(values))
 
 

@@ -79,7 +79,6 @@ class Attributes:
         return found
 
     def different(self, one: Any, other: Any) -> list[str]:
-        """Returns the names of the attributes that differ between two states."""
         numbers = (int, float, np.ndarray, np.generic, tf.Tensor)
         return [
             f"{part.name}.{name}"

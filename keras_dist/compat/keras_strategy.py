@@ -127,11 +127,9 @@ class ReplicaScope(keras.StatelessScope):
         self._graph = tf_graphs.current()
 
     def assigned(self) -> list[Any]:
-        """Returns the variables whose new values are stored here."""
         return list(self._assigned.values())
 
     def clear(self) -> None:
-        """Drops the values, once they are assigned to the variables."""
         self.state_mapping.clear()
         self._assigned.clear()
 

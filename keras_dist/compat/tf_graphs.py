@@ -104,7 +104,6 @@ def outermost(graph: Any) -> Any:
 
 
 def captured_variables(graph: Any) -> list[Any]:
-    """Returns the handles of the variables that a function has captured."""
     return [outer for outer, _ in graph.captures if outer.dtype == tf.resource and _data_of(outer) is not None]
 
 

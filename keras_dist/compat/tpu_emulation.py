@@ -210,7 +210,6 @@ class CompilerError(Exception):
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of the packages that compile."""
     return {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
 
 

@@ -72,7 +72,6 @@ def to_bytes(tensor: Any) -> Any:
 
 
 def from_bytes(payload: Any, shape: Any, dtype: tf.DType) -> tuple[Any, Any]:
-    """Returns the first tensor of a payload, and the rest."""
     count = tf.reduce_prod(shape)
     if dtype == tf.string:
         lengths, payload = from_bytes(payload, count[None], tf.int64)

@@ -195,7 +195,6 @@ class Nodes:
         self._server.close()
 
     def _missing(self) -> str:
-        """Returns the nodes that have not joined, for a message."""
         with self._lock:
             self._joined = {index: node for index, node in self._joined.items() if not node.is_lost}
             return ", ".join(f"node {index}" for index in range(1, self._place.count) if index not in self._joined)

@@ -126,7 +126,6 @@ def agree(backend: Backend, seed: int | None) -> str:
 
 
 def states() -> dict[str, Any]:
-    """Returns the states of the generators of Python, NumPy and Keras."""
     return {"python": random.getstate(), "numpy": np.random.get_state(), "keras": keras_random.global_seed()}
 
 

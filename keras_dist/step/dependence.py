@@ -292,7 +292,6 @@ def _reduced(operation: Any, kinds: list[Kind]) -> Kind:
 
 
 def _static(tensor: Any) -> Any:
-    """Returns the value of a tensor as an array, `None` if it is not known."""
     value = tf.get_static_value(tensor)
     return tf_graphs.constant_of(tensor) if value is None else value
 

@@ -47,7 +47,6 @@ class Call:
         self.change(name, lambda _: value)
 
     def given(self) -> dict[str, Any]:
-        """Returns the arguments by their names."""
         return {**dict(zip(self._positional, self.args, strict=False)), **self.kwargs}
 
     @functools.cached_property

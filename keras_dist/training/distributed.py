@@ -223,7 +223,6 @@ class DistributedModel(Verified):
             return call()
 
     def _without_training(self, call: Call) -> Any:
-        """Evaluates or predicts."""
         with attached(self, "_kind", "test"):
             if call.kwargs.get(keras_fit.EVALUATE_IN_FIT):  # called by `fit`, which is already wrapped
                 return call()
@@ -343,7 +342,6 @@ class DistributedModel(Verified):
         raise NotImplementedError
 
     def _total_of(self, batch: Any) -> Any:
-        """Returns the number of examples in a batch, an int32 scalar."""
         return self._shares_of(batch)[0].total
 
     # --- The check that is on by default ---

@@ -263,7 +263,6 @@ class ReplicaLoop(RankLoop):
 
 
 def as_batches(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the arguments of `kd.run` with tensors in place of arrays."""
     return tuple(tf.convert_to_tensor(arg) if isinstance(arg, np.ndarray) else arg for arg in args)
 
 

@@ -33,7 +33,6 @@ _AMPLIFIED = 10  # rounding errors of a step, in terms of those that come from r
 
 
 def epsilon(dtype: Any) -> float:
-    """Returns the machine epsilon of a float type, 0 of other types."""
     dtype = tf.as_dtype(dtype)
     return float(np.spacing(np.ones((), dtype.as_numpy_dtype))) if dtype.is_floating else 0.0
 

@@ -59,7 +59,6 @@ def suspects_in(graph: Any) -> Suspects:
 
 
 def likely_cause(wrong: Sequence[Difference], backend: Backend, suspects: Suspects, differs_by_rank: bool) -> str:
-    """Returns the likely cause, and what to do about it."""
     gradients = [difference for difference in wrong if difference.group.startswith("update")]
     if suspects.attributes and (differs_by_rank or suspects.begins_with_them):
         return (
