@@ -17,7 +17,7 @@ from keras_dist.backends.parameter_server import exchange
 from keras_dist.backends.parameter_server.coordinator import Coordinator, Job, RemoteFunction
 from keras_dist.backends.parameter_server.exchange import Known, Logs, Outputs, spec_of, type_of, without_optionals
 from keras_dist.backends.parameter_server.functions import Functions, shifted_seeds
-from keras_dist.backends.parameter_server.shards import Done, Pass, RemoteSteps, ShardBatch, ShardReader
+from keras_dist.backends.parameter_server.shards import Done, Journal, Pass, RemoteSteps, ShardBatch, ShardReader
 from keras_dist.data.shares import Share, any_batch_size, row_count
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
@@ -306,7 +306,6 @@ class AsyncEngine(SyncEngine):
         bound = backend.options()["max_staleness"]
         # Of a window of w steps in a row, each sees at most 2 (w - 1) others: those begun before, and those after.
         self._window = None if bound is None else bound // 2 + 1
-        self._journals = backend.variable_devices()[0]
         self._begun = 0
         # What makes steps, first to last: "train" or "test", and what the workers read.
         self._under_way: dict[Job, tuple[str, Pass | None]] = {}
@@ -358,8 +357,9 @@ class AsyncEngine(SyncEngine):
         key = function, str(spec), together
         if key not in self._traced:
             types = (tf.nest.map_structure(type_of, seeds[0]),)
-            device = self._journals if together and trains else None
-            self._traced[key] = RemoteSteps(function, spec, types, functions.resets, together, device)
+            device = self._backend.variable_devices()[0]
+            journal = Journal(device) if together and trains else None
+            self._traced[key] = RemoteSteps(function, spec, types, functions.resets, together, device, journal)
         steps = self._traced[key]
         args = (tf.nest.map_structure(lambda *states: tf.stack(states), *seeds),)
         return self._workers.submit(Job(steps, (next(steps.calls), args), batch))
