@@ -17,7 +17,7 @@ from keras_dist.backends.parameter_server import exchange
 from keras_dist.backends.parameter_server.coordinator import Coordinator, Job, RemoteFunction
 from keras_dist.backends.parameter_server.exchange import Known, Logs, Outputs, spec_of, type_of, without_optionals
 from keras_dist.backends.parameter_server.functions import Functions, shifted_seeds
-from keras_dist.backends.parameter_server.shards import Done, Journal, Pass, RemoteSteps, ShardBatch, ShardReader
+from keras_dist.backends.parameter_server.shards import Done, Journal, Pass, RemoteSteps, ShardBatch, ShardReader, fetch
 from keras_dist.data.shares import Share, any_batch_size, row_count
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
@@ -367,16 +367,17 @@ class AsyncEngine(SyncEngine):
     def _step_of_any_worker(self, kind: str, data: Pass) -> Logs:
         """Begins calls as long as there is room for them, and waits until another step is done."""
         data.asked += 1
-        while data.done < data.asked:
+        while True:
             begun = [job.batch for job in self._under_way if job.batch is not None]
             while (batch := data.next_batch(self._most, AHEAD, self._window, begun)) is not None:
                 self._under_way[self._begin(kind, batch, data.element_spec)] = kind, data
                 begun.append(batch)
+            if data.done >= data.asked:
+                return self._logs
             if not begun:
                 data.asked = data.done
                 raise StopIteration
             self._count_next()
-        return self._logs
 
     @property
     def _most(self) -> int:
@@ -385,16 +386,25 @@ class AsyncEngine(SyncEngine):
         return steps if self._window is None else min(steps, max(1, self._window // self._size))
 
     def _count_next(self) -> None:
-        """Waits until a call has ended, the first one if staleness is bounded, and counts its steps."""
+        """Waits until a call has ended, the first one if staleness is bounded, and counts its steps.
+
+        With it all calls are counted that have ended meanwhile: many workers must not wait for the coordinator.
+        """
         jobs = [*self._under_way]
-        job = jobs[0] if self._window is not None else self._workers.first_done(jobs)
-        kind, data = self._under_way.pop(job)
-        (output,) = self._results([job])
-        if not isinstance(output, Done):  # of one step: its outputs, 0 if there were no examples, `None` after the end
-            is_step = isinstance(output, Outputs)
-            output = Done(int(is_step), output is None, output if is_step else None)
-        if data is not None and job.batch is not None:
-            job.batch.shard.has_ended |= output.has_ended
-            data.done += output.steps
-        if output.outputs is not None:
-            self._logs = self._functions.count(kind, [output.outputs])
+        done = [jobs[0] if self._window is not None else self._workers.first_done(jobs)]
+        kind, data = self._under_way[done[0]]
+        if data is not None and self._window is None:
+            done = [job for job in jobs if job.done and self._under_way[job] == (kind, data)]
+        fetch(done)
+        outputs = []
+        for job, output in zip(done, self._results(done), strict=True):
+            del self._under_way[job]
+            if not isinstance(output, Done):  # of one step: its outputs, 0 without examples, `None` after the end
+                is_step = isinstance(output, Outputs)
+                output = Done(int(is_step), output is None, output if is_step else None)
+            if data is not None and job.batch is not None:
+                job.batch.shard.has_ended |= output.has_ended
+                data.done += output.steps
+            outputs += [] if output.outputs is None else [output.outputs]
+        if outputs:
+            self._logs = self._functions.count_steps(kind, outputs)

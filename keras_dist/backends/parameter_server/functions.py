@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_dist.backends.parameter_server.coordinator import Coordinator, beside, device_of
@@ -372,6 +373,13 @@ class Functions:
         results: Logs = self._count_metrics([output.metrics for output in outputs], kind)
         others = {name: _mean([output.logs[name] for output in outputs], counts) for name in outputs[0].logs}
         return {**others, **results}
+
+    def count_steps(self, kind: str, outputs: Sequence[Outputs]) -> Logs:
+        """Counts several steps on whole batches at once. Returns the logs of the last one."""
+        states = [map(np.asarray, values) for values in zip(*(output.metrics for output in outputs), strict=True)]
+        pairs = zip(states, self.resets, strict=True)
+        sums = [weights.combine_states([*values], reset, "sum", "") for values, reset in pairs]
+        return self.count(kind, [outputs[-1]._replace(metrics=sums)])
 
     def _add_to_metrics(self, states: Sequence[Sequence[Any]], kind: str) -> Any:
         """The rule of `weights.combine_states`, but in the graph: it is applied after each step, to what is here."""

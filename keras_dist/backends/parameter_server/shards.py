@@ -329,6 +329,18 @@ class RemoteSteps:
             return tf.identity(packed_state)
 
 
+def fetch(jobs: Sequence[Any]) -> None:
+    """Fetches the results of calls of `RemoteSteps` together, if several wait on a server."""
+    waiting = [job for job in jobs if isinstance(job.function, RemoteSteps) and job.value is not None]
+    if len(waiting) > 1:
+        with tf.device(waiting[0].value.device):
+            together = tf.stack([job.value for job in waiting])
+        with tf.device(HERE):
+            texts = tf.unstack(tf.identity(together))
+        for job, text in zip(waiting, texts, strict=True):
+            job.value = text
+
+
 def _next_batch(iterator: Any, read: Any, made: Any, count: Any) -> _Batch:
     """Reads up to the next batch of a step. There is none if `examples` isn't positive.
 
@@ -520,7 +532,7 @@ class Pass:
         if window is not None:
             most = min(most, window - begun)
         if self._limit is not None:  # a step that Keras doesn't ask for must not be made
-            most = min(most, self._limit - self.done % self._limit - begun)
+            most = min(most, -(-self.asked // self._limit) * self._limit - self.done - begun)
         reading = [batch.shard for batch in under_way]
         for offset in range(len(self._of_workers) if most > 0 else 0):
             shard = self._of_workers[(self._turn + offset) % len(self._of_workers)]
