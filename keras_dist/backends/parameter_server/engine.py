@@ -14,10 +14,12 @@ import keras
 import tensorflow as tf
 
 from keras_dist.backends.parameter_server import exchange
+from keras_dist.backends.parameter_server.cluster import HERE
 from keras_dist.backends.parameter_server.coordinator import Coordinator, Job, RemoteFunction
 from keras_dist.backends.parameter_server.exchange import Known, Logs, Outputs, spec_of, type_of, without_optionals
-from keras_dist.backends.parameter_server.functions import Functions, shifted_seeds
-from keras_dist.backends.parameter_server.shards import Done, Journal, Pass, RemoteSteps, ShardBatch, ShardReader, fetch
+from keras_dist.backends.parameter_server.functions import Functions
+from keras_dist.backends.parameter_server.shards import Done, Journal, Pass, RemoteSteps, ShardBatch, ShardReader
+from keras_dist.compat import keras_random
 from keras_dist.data.shares import Share, any_batch_size, row_count
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
@@ -342,9 +344,11 @@ class AsyncEngine(SyncEngine):
         self._under_way.clear()
 
     def _next_seeds(self, steps: int) -> list[Any]:
-        seeds, begun = self._functions.seeds(), self._begun
+        """Returns the random states of each step: every one has a stream of its own, always the same one."""
+        first = self._begun + 1
         self._begun += steps
-        return [shifted_seeds(seeds, begun + step + 1) for step in range(steps)]
+        streams, seeds = range(first, first + steps), self._functions.seeds()
+        return [[seed + keras_random.stream_offset(stream, seed.dtype) for seed in seeds] for stream in streams]
 
     def _begin(self, kind: str, batch: ShardBatch, spec: Any) -> Job:
         """Lets a worker make steps on batches that it reads, each with its random states."""
@@ -395,7 +399,14 @@ class AsyncEngine(SyncEngine):
         kind, data = self._under_way[done[0]]
         if data is not None and self._window is None:
             done = [job for job in jobs if job.done and self._under_way[job] == (kind, data)]
-        fetch(done)
+        waiting = [job for job in done if isinstance(job.function, RemoteSteps) and job.value is not None]
+        if len(waiting) > 1:  # on the server: they are fetched as one
+            with tf.device(waiting[0].value.device):
+                texts = tf.stack([job.value for job in waiting])
+            with tf.device(HERE):
+                texts = tf.identity(texts)
+            for job, text in zip(waiting, texts, strict=True):
+                job.value = text
         outputs = []
         for job, output in zip(done, self._results(done), strict=True):
             del self._under_way[job]

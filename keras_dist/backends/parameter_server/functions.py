@@ -399,11 +399,6 @@ class Functions:
             seed.assign(value)
 
 
-def shifted_seeds(seeds: Sequence[Any], stream: int) -> list[Any]:
-    """Returns the random states of another stream, always the same one for a number."""
-    return [seed + keras_random.stream_offset(stream, seed.dtype) for seed in seeds]
-
-
 def _untraced(step: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a step without the `tf.function` that it may be: it is traced as a part of another one."""
     return getattr(step, "python_function", step)

@@ -329,18 +329,6 @@ class RemoteSteps:
             return tf.identity(packed_state)
 
 
-def fetch(jobs: Sequence[Any]) -> None:
-    """Fetches the results of calls of `RemoteSteps` together, if several wait on a server."""
-    waiting = [job for job in jobs if isinstance(job.function, RemoteSteps) and job.value is not None]
-    if len(waiting) > 1:
-        with tf.device(waiting[0].value.device):
-            together = tf.stack([job.value for job in waiting])
-        with tf.device(HERE):
-            texts = tf.unstack(tf.identity(together))
-        for job, text in zip(waiting, texts, strict=True):
-            job.value = text
-
-
 def _next_batch(iterator: Any, read: Any, made: Any, count: Any) -> _Batch:
     """Reads up to the next batch of a step. There is none if `examples` isn't positive.
 
