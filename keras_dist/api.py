@@ -14,7 +14,7 @@ from keras_dist.cluster import current_backend, used_backend
 from keras_dist.comm import devices
 from keras_dist.comm.backend import Backend, Priority
 from keras_dist.compat import tf_compat
-from keras_dist.errors import ConfigurationError, MismatchError, other_keras_backend
+from keras_dist.errors import ConfigurationError, check_alike, other_keras_backend
 from keras_dist.state import checkpoint
 from keras_dist.state import snapshot as random_state
 from keras_dist.training import refusals, synchronizer
@@ -141,19 +141,15 @@ def _format(requested: tuple[str, dict[str, Any]] | None) -> str:
 def _compare_ranks(backend: Backend, seed: int | None) -> None:
     own = f"{backend!r}, seed={seed}", " ".join(environment.processor_features()), backend.replicas
     arguments, processors, replicas = zip(*backend.all_gather_object("kd.init()", own), strict=True)
-    if len(set(arguments)) > 1:
-        raise MismatchError(
-            "The ranks called kd.init() with different arguments.",
-            "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(arguments)),
-            "Pass the same backend, options and seed on every rank.",
-        )
-    if len(set(replicas)) > 1:
-        raise ConfigurationError(
-            "All ranks must compute on equally many devices.",
-            "; ".join(f"rank {rank}: {count}" for rank, count in enumerate(replicas)),
-            "Hide GPUs from ranks that see more of them (CUDA_VISIBLE_DEVICES), or name them: "
-            "kd.init(kd.MultiWorker(devices=['GPU:0', 'GPU:1'])).",
-        )
+    check_alike(
+        "The ranks called kd.init() with different arguments.", arguments,
+        "Pass the same backend, options and seed on every rank.",
+    )  # fmt: skip
+    check_alike(
+        "All ranks must compute on equally many devices.", replicas,
+        "Hide GPUs from ranks that see more of them (CUDA_VISIBLE_DEVICES), or name them: "
+        "kd.init(kd.MultiWorker(devices=['GPU:0', 'GPU:1'])).", ConfigurationError,
+    )  # fmt: skip
     if len(set(processors)) > 1:  # XLA compiles for the processor: updates would round differently
         kd_logging.logger().debug("the ranks have different processors: updates are not fused")
         backend.uses_xla = False

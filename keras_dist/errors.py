@@ -4,7 +4,7 @@ Every message has the same three parts: the problem, what was received, and the 
 """
 
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -88,6 +88,14 @@ def check_choice(what: str, name: str, value: Any, choices: Iterable[Any], also:
         known = ", ".join(repr(choice) for choice in choices)
         problem = f"Unknown value for the {what} `{name}`."
         raise ConfigurationError(problem, f"{name}={value!r}", f"Use one of {known}{also}.")
+
+
+def check_alike(
+    problem: str, of_ranks: Sequence[Any], remedy: str, error: type[DistributionError] = MismatchError
+) -> None:
+    """Raises if the ranks have passed different values."""
+    if any(value != of_ranks[0] for value in of_ranks):
+        raise error(problem, "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(of_ranks)), remedy)
 
 
 def other_keras_backend(received: str) -> ConfigurationError:

@@ -291,10 +291,18 @@ STEP_COUNTER = "_iterations"
 
 
 def update_without_gradients(optimizer: Any) -> None:
-    """Does the part of an update that needs no gradients: decays the weights and counts a step."""
-    if optimizer.gradient_accumulation_steps is None:
+    """Does the part of an update that needs no gradients: decays the weights, drops what was accumulated, counts.
+
+    While gradients are accumulated, an update is inside a `tf.cond`. If it reads the counter, that waits for it.
+    """
+    counter, steps = getattr(optimizer, STEP_COUNTER), optimizer.gradient_accumulation_steps or 1
+    if (int(counter) + 1) % steps == 0:
         optimizer._apply_weight_decay(optimizer._trainable_variables)
-    getattr(optimizer, STEP_COUNTER).assign_add(1)
+        for variable in accumulators(optimizer):
+            variable.assign(tf.zeros_like(variable.value))
+    reads_counter = schedule_of(optimizer) or "iterations" in type(optimizer).update_step.__code__.co_names
+    if steps == 1 or not reads_counter:
+        counter.assign_add(1)
 
 
 def weighted(dataset: tf.data.Dataset, class_weight: dict[int, float]) -> tf.data.Dataset:

@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, keras_model, tf_graphs
 from keras_dist.data.shares import static_length
-from keras_dist.errors import MismatchError, NotSupportedError
+from keras_dist.errors import MismatchError, NotSupportedError, check_alike
 from keras_dist.logging import logger
 from keras_dist.step.optimizer import accumulators_of, variables_of
 from keras_dist.step.step import Fingerprints, check_seen, differing_ranks
@@ -101,19 +101,21 @@ def broadcast_state(
 
     Raises `MismatchError` if the ranks' models, optimizers or plans (numbers of epochs and steps) differ.
     """
-    variables: list[Any] = [(v.path.split("/")[-1], tuple(v.shape), v.dtype) for v in model.variables]
+    trained = set(map(id, model.trainable_variables))
+    variables: list[Any] = [
+        (v.path.split("/")[-1], tuple(v.shape), v.dtype, "trained" if id(v) in trained else "not trained")
+        for v in model.variables
+    ]
     structure: list[tuple[str, list[Any]]] = [(type(model).__name__, variables)]
     structure += [(type(optimizer).__name__, []) for optimizer in optimizers]
     structure += [("compile", describe(model))]
     are_built, epoch = [optimizer.built for optimizer in optimizers], getattr(model, keras_fit.INITIAL_EPOCH)
     gathered = backend.all_gather_object(call, (structure, plan, are_built, epoch))
-    plans = [plan for _, plan, _, _ in gathered]
-    if any(plan != plans[0] for plan in plans):
-        raise MismatchError(
-            "The ranks would train for different numbers of epochs or steps, and some would wait forever.",
-            "; ".join(f"rank {rank}: {plan}" for rank, plan in enumerate(plans)),
-            "Pass the same arguments, and data of the same size, to `fit` on every rank.",
-        )
+    check_alike(
+        "The ranks would train for different numbers of epochs or steps, and some would wait forever.",
+        [plan for _, plan, _, _ in gathered],
+        "Pass the same arguments, and data of the same size, to `fit` on every rank.",
+    )
     _check_structures([structure for structure, _, _, _ in gathered])
     _, _, chiefs_built, chiefs_epoch = gathered[0]
     # The chief may have loaded an optimizer's state, while the other ranks have no variables for it yet.

@@ -18,6 +18,7 @@ from keras_dist.compat.tf_compat import host_variable
 from keras_dist.data import sources
 from keras_dist.data.pipeline import fold
 from keras_dist.data.shares import UNCUT, Share, Shares, joined, may_be_empty, take_share, take_shares
+from keras_dist.errors import check_alike
 from keras_dist.logging import logger, warn_once
 from keras_dist.state import weights
 from keras_dist.step.gathering import on_share
@@ -61,7 +62,7 @@ class RankModel(DistributedModel):
     def __init__(self, model: keras.Model, backend: Backend, options: Options) -> None:
         super().__init__(model, backend, options)
         self._consistency = consistency_check_of(backend.topology.size)
-        self._state_is_broadcast = False
+        self._has_compared_options = self._state_is_broadcast = False
         self._has_run = False
         self._step: Step | None = None  # the last one
         self._read_as(options.data)
@@ -93,10 +94,13 @@ class RankModel(DistributedModel):
                 self._read_as("chief", "a Python generator")  # generators may differ by rank
             stack.callback(self._read_as, self.options.data)
             self._seen()  # what a call that failed has left
+            if call.name == "fit" or not self._has_compared_options:  # before reading data: errors must name the call
+                text = f"model.{call.name}{' (start)' if call.name == 'fit' else ''}"
+                passed = self._backend.all_gather_object(text, self.options.passed)
+                check_alike("The ranks passed different options to kd.distribute.", passed, "Pass the same ones.")
+                self._has_compared_options = True
             if call.name in ("evaluate", "predict", "predict_on_batch"):
                 self._synchronize(f"model.{call.name}")
-            if call.name == "fit":  # before reading data: errors must name the script's call
-                self._backend.all_gather_object("model.fit (start)")
             if call.name == "predict":
                 # For the watchdog, `predict` is one call: reading its data has collectives between the steps.
                 stack.enter_context(self._in_call("model.predict (steps)"))

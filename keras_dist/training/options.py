@@ -361,10 +361,13 @@ class Options:
         if self.scale_learning_rate is not None and num_replicas > 1:
             scale(optimizer, self.scale_learning_rate, num_replicas)
 
+    @property
+    def passed(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if value is not None}
+
     def check_again(self, later: Options) -> None:
         """Raises `ConfigurationError` if a later call of `kd.distribute` passes other options."""
-        passed = {name: value for name, value in dataclasses.asdict(later).items() if value is not None}
-        changed = {name: value for name, value in passed.items() if value != getattr(self, name)}
+        changed = {name: value for name, value in later.passed.items() if value != getattr(self, name)}
         if changed:
             raise ConfigurationError(
                 "The model is already distributed, with other options.",

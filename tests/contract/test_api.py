@@ -1,6 +1,7 @@
 """The small public functions, refusals, and errors that stop a run."""
 
 import contextlib
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -201,8 +202,16 @@ def test_stops_different_weights(distribute: Any) -> Numbers:
 
 @contract("stops-different-models")
 def test_stops_different_models(distribute: Any) -> Numbers:
-    model = compiled(distribute, model=mlp(1 + kd.rank()))
-    return refused(kd.MismatchError, "different models", lambda: fitted(model, numbers()[0], numbers()[0][:, :1]))
+    frozen = mlp()
+    frozen.layers[0].trainable = kd.is_chief()  # other gradients: ranks would wait for each other's
+    exact = mlp()
+    asking(distribute, exact=kd.is_chief())(exact)
+    for model, text in (
+        (mlp(1 + kd.rank()), "different models"), (frozen, "rank 1 has .*'not trained'"), (exact, "different options"),
+    ):  # fmt: skip
+        action = functools.partial(fitted, compiled(distribute, model=model), numbers()[0], numbers()[0][:, :1])
+        refused(kd.MismatchError, text, action)
+    return {}
 
 
 @contract("stops-different-calls", also=("multi_worker-2",))

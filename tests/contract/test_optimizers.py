@@ -262,7 +262,8 @@ def test_optimizer_unknown_length(distribute: Distribute) -> Numbers:
     """Plain Keras counts a step more in each epoch, unless XLA compiles the step as on TPUs. Adam uses the count.
 
     It decays the weights and draws once more too: numbers for Dropout, and for noise in evaluations. Of batches of a
-    static size it also counts once more in the average of the losses, which nobody wants.
+    static size it also counts once more in the average of the losses, which nobody wants. While gradients are
+    accumulated, a schedule delays the count, and what was accumulated may be dropped.
     """
     optimizer = keras.optimizers.AdamW(0.1, weight_decay=0.3)
     noise = draw(lambda x, seed: keras.random.normal(keras.ops.shape(x), seed=seed), 2, always=True)
@@ -270,6 +271,8 @@ def test_optimizer_unknown_length(distribute: Distribute) -> Numbers:
     model = compiled(asking(distribute, exact=True), optimizer, model=model)
     data = tf.data.Dataset.from_tensor_slices(numbers(40)).filter(lambda x, y: True)
     results = fitted(model, data.batch(8), epochs=3, validation_data=data.batch(8))
+    rate = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.8)
+    model.compile(keras.optimizers.SGD(rate, weight_decay=0.3, gradient_accumulation_steps=3), "mse")
     fixed = fitted(model, data.batch(8, drop_remainder=True))
     states = [part.state.numpy() for part in (model.layers[1].seed_generator, noise.generator)]
     return {"dynamic": results, "weights": fixed["weights"], "steps": optimizer.iterations.numpy(), "states": states}
