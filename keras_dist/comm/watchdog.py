@@ -160,6 +160,7 @@ class Watchdog:
         self._topology, self._explain, self._abort = topology, explain, abort
         self._limit, self._servers, self._serves = limit, servers, serves
         self._others = [rank for rank in range(topology.size) if rank != topology.rank]
+        self._open: list[str] = []  # the calls that this rank is in
         self._calls: collections.deque[tuple[int, str]] = collections.deque(maxlen=64)
         self._number = 0
         self._entered: float | None = None
@@ -190,16 +191,23 @@ class Watchdog:
         return self._entered is not None
 
     def enter(self, call: str) -> None:
+        self._open.append(call)
+        self._begin(call)
+
+    def _begin(self, call: str) -> None:
         self._number += 1
         self._calls.append((self._number, call))
         self._entered = time.monotonic()
 
     def leave(self, was_made: bool) -> None:
-        """Records that the call has ended. A call that was not made (no more data) doesn't count."""
+        """Records that the call has ended. A call that was not made (no more data, an error) doesn't count."""
+        self._open.pop()
         self._entered = None
         if not was_made:
             self._calls.pop()
             self._number -= 1
+        if self._open:  # it was made inside of another one
+            self._begin(self._open[-1])
 
     def track(self, call: str, tensors: Any, collective: Callable[[Any], Any]) -> Any:
         """Traces `collective(tensors)` of a custom loop, so that this rank records when it runs; returns its result."""

@@ -20,7 +20,8 @@ from keras_dist.step.optimizer import accumulators_of, variables_of
 from keras_dist.step.step import Fingerprints, check_seen, differing_ranks
 
 _COMPARED = ("loss", "loss_weights", "metrics", "weighted_metrics", "steps_per_execution", "run_eagerly")
-_NOT_COMPARED = ("name", "dtype")  # Keras numbers the names of all objects, including those of one rank only
+# Keras numbers the names of all objects, including those of one rank only. The states of generators are the chief's.
+_NOT_COMPARED = ("name", "dtype", "seed")
 
 
 def describe(model: keras.Model) -> list[str]:
@@ -108,6 +109,8 @@ def broadcast_state(
     ]
     structure: list[tuple[str, list[Any]]] = [(type(model).__name__, variables)]
     structure += [(type(optimizer).__name__, []) for optimizer in optimizers]
+    layers = [layer for layer in keras_model.flatten_layers(model) if keras_model.is_kerass(type(layer))]
+    structure += [("layers", [_text(layer) for layer in layers if not isinstance(layer, keras.Model)])]
     structure += [("compile", describe(model))]
     are_built, epoch = [optimizer.built for optimizer in optimizers], getattr(model, keras_fit.INITIAL_EPOCH)
     gathered = backend.all_gather_object(call, (structure, plan, are_built, epoch))

@@ -442,11 +442,13 @@ class DistributedModel(Verified):
 
     @contextlib.contextmanager
     def _in_call(self, call: str) -> Iterator[None]:
+        was_made = False  # a rank that continues after an error would be ahead of the others, which still wait
         self._backend.enter(call)
         try:
             yield
+            was_made = True
         finally:
-            self._backend.leave()
+            self._backend.leave(was_made)
 
     def _save(self, call: Call) -> Any:
         path = call.get("filepath")

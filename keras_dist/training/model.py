@@ -164,18 +164,18 @@ class RankModel(DistributedModel):
             nonlocal must_run
             self.interrupts.before_step()
             backend.enter(step)
-            had_data, self._has_run = True, False
+            was_made, self._has_run = False, False
             try:
                 logs = function(iterator)
+                was_made = True
             except (StopIteration, tf.errors.OutOfRangeError):
-                had_data = False
                 raise
             except Exception as error:
                 if must_run and not self._has_run:
                     raise refusals.own_function(self._model, name) from error
                 raise
             finally:
-                backend.leave(had_data)
+                backend.leave(was_made)
             if must_run and not self._has_run:
                 raise refusals.own_function(self._model, name)
             must_run = False

@@ -208,6 +208,7 @@ def test_stops_different_models(distribute: Any) -> Numbers:
     asking(distribute, exact=kd.is_chief())(exact)
     for model, text in (
         (mlp(1 + kd.rank()), "different models"), (frozen, "rank 1 has .*'not trained'"), (exact, "different options"),
+        (mlp(1, "tanh" if kd.is_chief() else "relu"), r"Dense\(activation='tanh'.* where rank 1 has"),
     ):  # fmt: skip
         action = functools.partial(fitted, compiled(distribute, model=model), numbers()[0], numbers()[0][:, :1])
         refused(kd.MismatchError, text, action)

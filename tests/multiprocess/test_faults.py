@@ -32,6 +32,7 @@ BOTH = ("horovod", "multi_worker")
 OUT_OF_STEP = {
     "save_on_chief": "rank 0 called model.save('{}/model.keras'); rank 1 called model.fit (end of epoch 2)",
     "out_of_loop": "rank 0 called model.evaluate; rank 1 called kd.broadcast()",
+    "caught": "rank 0 called model.predict (steps); rank 1 called model.predict",
     "barrier_on_one": "rank 0 called model.fit (end of epoch 2); rank 1 called kd.barrier()",
     "uneven": "rank 0 called model.fit (training steps); rank 1 called the end of an epoch or an evaluation",
     "loop_graph": "rank 0 called kd.barrier(); rank 1 called kd.run()",

@@ -1,5 +1,6 @@
 """Two ranks that make different calls: `out_of_step.py CASE FOLDER`. `FOLDER/failed` gets the time."""
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -38,6 +39,12 @@ class StopEvaluating(keras.callbacks.Callback):
         self.model.stop_evaluating = second
 
 
+class FailingToPredict(keras.callbacks.Callback):
+    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
+        if second:
+            raise ValueError("on one rank")
+
+
 def batches() -> Iterator[Any]:
     for index in range(4 if case == "uneven" and second else 8):
         yield x[index * 8 : index * 8 + 8], y[index * 8 : index * 8 + 8]
@@ -52,6 +59,10 @@ def in_fit() -> None:
     now()
     if case == "stop_evaluating":
         model.evaluate(x, y, batch_size=8, verbose=0, callbacks=[StopEvaluating()])
+    if case == "caught":
+        with contextlib.suppress(ValueError):
+            model.predict(x, batch_size=8, verbose=0, callbacks=[FailingToPredict()])
+        model.predict(x, verbose=0)
     if case == "out_of_loop" and kd.is_chief():
         model.evaluate(x, y, verbose=0)
     if case == "out_of_loop" and not kd.is_chief():
