@@ -6,6 +6,7 @@ Training data never go through it.
 """
 
 import abc
+import contextlib
 import dataclasses
 import http.client
 import re
@@ -263,11 +264,9 @@ class Backend(abc.ABC):
         """True if the backend combines unweighted mean gradients by its own rule (Adasum)."""
         return False
 
-    def enter(self, call: str) -> None:  # noqa: B027 - a null object by default
-        """Records that this rank is now in `call`, for the error if ranks are in different calls."""
-
-    def leave(self, was_made: bool = True) -> None:  # noqa: B027
-        """Records that the call of the last `enter` has ended, or (`was_made=False`) was not made after all."""
+    def in_call(self, call: str) -> contextlib.AbstractContextManager[None]:
+        """In this context the rank is in a call, for the error if ranks are in different ones. A failure undoes it."""
+        return contextlib.nullcontext()
 
     def translate(self, error: BaseException) -> BaseException:
         """Returns the error that explains the cause of `error`, or `error` itself if no cause is known."""

@@ -4,6 +4,7 @@ Objects are sent as JSON, followed by the bytes of their arrays. Unlike a pickle
 """
 
 import abc
+import contextlib
 import io
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -136,16 +137,13 @@ class ProcessBackend(Backend):
     # --- On the host ---
 
     def all_gather_object(self, call: str, value: Any = None) -> list[Any]:
-        self.enter(call)
-        try:
-            payload = encode((call, value))
-            framed = np.frombuffer(len(payload).to_bytes(8, "little") + payload, np.uint8)
-            with tf.device("CPU:0"):
+        payload = encode((call, value))
+        framed = np.frombuffer(len(payload).to_bytes(8, "little") + payload, np.uint8)
+        with self.in_call(call), tf.device("CPU:0"):
+            try:
                 gathered = self._collectives.all_gather(tf.constant(framed), "keras_dist_object").numpy()
-        except Exception as error:
-            raise self.translate(error) from error
-        finally:
-            self.leave()
+            except Exception as error:
+                raise self.translate(error) from error
         stream = io.BytesIO(gathered.tobytes())  # all payloads, the length in front of each
         ranks = range(self.topology.size)
         received = [decode(stream.read(int.from_bytes(stream.read(8), "little"))) for _ in ranks]
@@ -196,13 +194,11 @@ class ProcessBackend(Backend):
             return collective(tensors)
         if not tf.executing_eagerly():
             return self._watchdog.track(call, tensors, collective)
-        self.enter(call)
-        try:
-            return collective(tensors)
-        except Exception as error:
-            raise self.translate(error) from error
-        finally:
-            self.leave()
+        with self.in_call(call):
+            try:
+                return collective(tensors)
+            except Exception as error:
+                raise self.translate(error) from error
 
     # --- Life ---
 
@@ -210,14 +206,9 @@ class ProcessBackend(Backend):
     def rendezvous(self) -> Rendezvous | None:
         return None if self._watchdog is None else self._watchdog.rendezvous
 
-    def enter(self, call: str) -> None:
+    def in_call(self, call: str) -> contextlib.AbstractContextManager[None]:
         self._call = call
-        if self._watchdog is not None:
-            self._watchdog.enter(call)
-
-    def leave(self, was_made: bool = True) -> None:
-        if self._watchdog is not None:
-            self._watchdog.leave(was_made)
+        return contextlib.nullcontext() if self._watchdog is None else self._watchdog.in_call(call)
 
     def translate(self, error: BaseException) -> BaseException:
         if isinstance(error, DistributionError) or not self._is_peer_loss(error):

@@ -190,24 +190,27 @@ class Watchdog:
     def is_in_call(self) -> bool:
         return self._entered is not None
 
-    def enter(self, call: str) -> None:
+    @contextlib.contextmanager
+    def in_call(self, call: str) -> Iterator[None]:
+        """In this context the rank is in a call. After an error, or without data, it counts as not made."""
         self._open.append(call)
         self._begin(call)
+        try:
+            yield
+        except BaseException:
+            self._calls.pop()
+            self._number -= 1
+            raise
+        finally:
+            self._open.pop()
+            self._entered = None
+            if self._open:  # the call was made inside of another one
+                self._begin(self._open[-1])
 
     def _begin(self, call: str) -> None:
         self._number += 1
         self._calls.append((self._number, call))
         self._entered = time.monotonic()
-
-    def leave(self, was_made: bool) -> None:
-        """Records that the call has ended. A call that was not made (no more data, an error) doesn't count."""
-        self._open.pop()
-        self._entered = None
-        if not was_made:
-            self._calls.pop()
-            self._number -= 1
-        if self._open:  # it was made inside of another one
-            self._begin(self._open[-1])
 
     def track(self, call: str, tensors: Any, collective: Callable[[Any], Any]) -> Any:
         """Traces `collective(tensors)` of a custom loop, so that this rank records when it runs; returns its result."""

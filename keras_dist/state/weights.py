@@ -173,12 +173,9 @@ def synchronize(
         for variable, *values in zip(averaged, *by_rank, strict=True):
             variable.assign(mean_of(values))
     if np.any(of_accumulators[1:]):  # else all is on the chief already, or nothing is left
-        backend.enter(call)
-        try:
+        with backend.in_call(call):
             for index, variable in enumerate(accumulators):
                 variable.assign(backend.all_reduce_exact(variable.value, f"keras_dist_accumulated_{index}"))
-        finally:
-            backend.leave()
         _keep_on_chief(accumulators, backend)
     return extras
 

@@ -429,7 +429,7 @@ class DistributedModel(Verified):
     def _check_own_code(self, kind: str, rows: FirstRows) -> None:
         if self.exact:
             refusals.check_draws(suspects_in(rows.graph).random)
-        with self._in_call(f"the check of {kind}ing steps"):
+        with self._backend.in_call(f"the check of {kind}ing steps"):
             if (batch := rows.batch()) is None:
                 return
             step = getattr(self._model, f"{kind}_step")
@@ -439,16 +439,6 @@ class DistributedModel(Verified):
                 trial = rows.trial(self._model, self._optimizers(), self.counters)
                 is_compared = verification.check(step, batch, trial, rows.graph, which)
         rows.is_last |= kind == "predict" or not is_compared  # predictions know no epochs
-
-    @contextlib.contextmanager
-    def _in_call(self, call: str) -> Iterator[None]:
-        was_made = False  # a rank that continues after an error would be ahead of the others, which still wait
-        self._backend.enter(call)
-        try:
-            yield
-            was_made = True
-        finally:
-            self._backend.leave(was_made)
 
     def _save(self, call: Call) -> Any:
         path = call.get("filepath")

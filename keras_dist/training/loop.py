@@ -120,6 +120,8 @@ class RankLoop(Loop, Verified):
     def _sharded(self, source: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> tf.data.Dataset:
         size, rank = self._backend.topology.size, self._backend.topology.rank
         dataset = source(tf.distribute.InputContext(size, rank, self._backend.num_replicas))
+        if isinstance(dataset.element_spec, Share | Shares):  # of kd.shard(dataset): the function did it all
+            return dataset
         return self._split(dataset) if size == 1 else sources.shares_of_rank(dataset, "sharded", self._backend)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

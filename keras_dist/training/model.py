@@ -103,7 +103,7 @@ class RankModel(DistributedModel):
                 self._synchronize(f"model.{call.name}")
             if call.name == "predict":
                 # For the watchdog, `predict` is one call: reading its data has collectives between the steps.
-                stack.enter_context(self._in_call("model.predict (steps)"))
+                stack.enter_context(self._backend.in_call("model.predict (steps)"))
                 stack.enter_context(keras_fit.epoch_iterators(self.prepare))
             if call.name in ("train_on_batch", "test_on_batch"):
                 if not self._state_is_broadcast:  # before the first batch; each `fit` does it in `Synchronizer`
@@ -163,19 +163,16 @@ class RankModel(DistributedModel):
         def watched(iterator: Any) -> Any:
             nonlocal must_run
             self.interrupts.before_step()
-            backend.enter(step)
-            was_made, self._has_run = False, False
+            self._has_run = False
             try:
-                logs = function(iterator)
-                was_made = True
+                with backend.in_call(step):
+                    logs = function(iterator)
             except (StopIteration, tf.errors.OutOfRangeError):
                 raise
             except Exception as error:
                 if must_run and not self._has_run:
                     raise refusals.own_function(self._model, name) from error
                 raise
-            finally:
-                backend.leave(was_made)
             if must_run and not self._has_run:
                 raise refusals.own_function(self._model, name)
             must_run = False

@@ -141,13 +141,14 @@ contract(
 
 @contract("data-function", covered_by=("loop-shard-function",))
 def test_function(distribute: Any) -> Numbers:
-    """The last batch comes from some ranks only."""
+    """The last batch comes from some ranks only. Or the function cuts whole batches by itself."""
     model = compiled(distribute, metrics=["mae"])
     words = "A function that returns a dataset needs kd.shard"
     refused(kd.ConfigurationError, words, lambda: model.fit(of_pipeline), kd.num_replicas)
     result = fitted(model, kd.shard(of_pipeline), validation_data=kd.shard(of_pipeline))
     evaluated, fed = model.evaluate(kd.shard(of_pipeline), verbose=0), model.evaluate(*numbers(), verbose=0)
-    return {**result, "evaluated": evaluated, "fed": fed}
+    cut = model.fit(kd.shard(lambda context: kd.shard(examples().batch(BATCH))), verbose=0).history
+    return {**result, "evaluated": evaluated, "fed": fed, "cut": cut}
 
 
 # --- Streams that differ ---
