@@ -141,15 +141,13 @@ def _format(requested: tuple[str, dict[str, Any]] | None) -> str:
 def _compare_ranks(backend: Backend, seed: int | None) -> None:
     own = f"{backend!r}, seed={seed}", " ".join(environment.processor_features()), backend.replicas
     arguments, processors, replicas = zip(*backend.all_gather_object("kd.init()", own), strict=True)
-    check_alike(
-        "The ranks called kd.init() with different arguments.", arguments,
-        "Pass the same backend, options and seed on every rank.",
-    )  # fmt: skip
-    check_alike(
-        "All ranks must compute on equally many devices.", replicas,
+    remedy = "Pass the same backend, options and seed on every rank."
+    check_alike("The ranks called kd.init() with different arguments.", arguments, remedy)
+    remedy = (
         "Hide GPUs from ranks that see more of them (CUDA_VISIBLE_DEVICES), or name them: "
-        "kd.init(kd.MultiWorker(devices=['GPU:0', 'GPU:1'])).", ConfigurationError,
-    )  # fmt: skip
+        "kd.init(kd.MultiWorker(devices=['GPU:0', 'GPU:1']))."
+    )
+    check_alike("All ranks must compute on equally many devices.", replicas, remedy)
     if len(set(processors)) > 1:  # XLA compiles for the processor: updates would round differently
         kd_logging.logger().debug("the ranks have different processors: updates are not fused")
         backend.uses_xla = False

@@ -90,12 +90,10 @@ def check_choice(what: str, name: str, value: Any, choices: Iterable[Any], also:
         raise ConfigurationError(problem, f"{name}={value!r}", f"Use one of {known}{also}.")
 
 
-def check_alike(
-    problem: str, of_ranks: Sequence[Any], remedy: str, error: type[DistributionError] = MismatchError
-) -> None:
-    """Raises if the ranks have passed different values."""
+def check_alike(problem: str, of_ranks: Sequence[Any], remedy: str) -> None:
+    """Raises `MismatchError` if the ranks have passed different values."""
     if any(value != of_ranks[0] for value in of_ranks):
-        raise error(problem, "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(of_ranks)), remedy)
+        raise MismatchError(problem, "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(of_ranks)), remedy)
 
 
 def other_keras_backend(received: str) -> ConfigurationError:

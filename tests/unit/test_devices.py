@@ -16,7 +16,7 @@ from keras_dist.backends.local.serial import Serial
 from keras_dist.comm import devices
 from keras_dist.comm.devices import bind, cpu_limit, part_of, pin_gpu, prepare_devices, warn_of_unused_gpus
 from keras_dist.environment import Launch, Topology
-from keras_dist.errors import ConfigurationError
+from keras_dist.errors import ConfigurationError, MismatchError
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_ranks_that_see_different_numbers_of_gpus_are_refused() -> None:
             return [value, (*value[:-1], 2)]
 
     expected = "All ranks must compute on equally many devices.\nReceived: rank 0: 4; rank 1: 2\nRemedy: Hide GPUs"
-    with pytest.raises(ConfigurationError, match=re.escape(expected)):
+    with pytest.raises(MismatchError, match=re.escape(expected)):
         api._compare_ranks(OnFourGpus(), None)
 
 

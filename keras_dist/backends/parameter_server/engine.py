@@ -32,7 +32,7 @@ AHEAD = 2  # calls for each worker that wait or run, so that none is idle
 class Batch(NamedTuple):
     """The batch of a synchronous step."""
 
-    shares: dict[int, Share]  # by replica, without empty ones
+    shares: dict[int, Share]  # by replica, without empty ones; one if all are empty
     spec: Any  # what the step is traced for
     data: Pass | None = None  # from which the workers read it
 
@@ -83,8 +83,6 @@ class SyncEngine:
         for given in map(without_optionals, batches):
             batch = self._cut(given)
             self._look("predict", batch, lambda exact, _: batch_of_shares(exact.predict_on(batch)))  # noqa: B023
-            if not batch.shares:  # there are predictions too, of no rows
-                batch = batch._replace(shares={0: exchange.cut(given, self._size)[0]})
             outputs += self.predict_on(batch)
         return batch_of_shares(outputs)
 
@@ -157,16 +155,17 @@ class SyncEngine:
         """
         distributed = self._distributed
         verification, rows = distributed.verifications.get(kind), distributed.first_rows.get(kind)
+        has_rows = any(share.count for share in batch.shares.values())
 
         def run_exactly(applied: list[Any]) -> Any:
             self._exact = self._exact or SyncEngine(self._model, self._backend, distributed, exact=True)
             return run(self._exact, applied)
 
-        if batch.shares and verification is not None:
+        if has_rows and verification is not None:
             step, total = getattr(self._model, f"{kind}_step"), next(iter(batch.shares.values())).total
             tried = Tried(lambda: self._read_shares(batch), run_exactly, None if kind == "predict" else batch.spec)
             verification.look(step, tried, tf.constant(total))
-        if batch.shares and rows is not None and rows.is_due:
+        if has_rows and rows is not None and rows.is_due:
             rows.keep(self._read_shares(batch))
 
     def _read_shares(self, batch: Batch) -> list[Share]:
@@ -187,7 +186,7 @@ class SyncEngine:
 
     def _cut(self, batch: Any, spec: Any = None) -> Batch:
         shares = exchange.cut(batch, self._size)
-        filled = {index: share for index, share in enumerate(shares) if share.count}
+        filled = {index: share for index, share in enumerate(shares) if share.count} or {0: shares[0]}
         if spec is None:
             spec = tf.nest.map_structure(lambda leaf: any_batch_size(type_of(leaf)), shares[0].data)
         return Batch(filled, spec)
@@ -256,8 +255,8 @@ class SyncEngine:
         spec = spec_of(iterator)
         for batch in map(without_optionals, iterator):
             count = int(row_count(batch))
-            shares = {0: Share(batch, count, count, exchange.NO_FINGERPRINT)} if count else {}
-            self._look("test", Batch(shares, spec), lambda exact, _: exact.test_whole(batch, spec))  # noqa: B023
+            whole = Batch({0: Share(batch, count, count, exchange.NO_FINGERPRINT)}, spec)
+            self._look("test", whole, lambda exact, _: exact.test_whole(batch, spec))  # noqa: B023
             jobs.append(self._begin_test(batch, spec))
             if len(jobs) == AHEAD * self._size:
                 yield jobs.popleft()
