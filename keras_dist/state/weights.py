@@ -20,8 +20,9 @@ from keras_dist.step.optimizer import accumulators_of, variables_of
 from keras_dist.step.step import Fingerprints, check_seen, differing_ranks
 
 _COMPARED = ("loss", "loss_weights", "metrics", "weighted_metrics", "steps_per_execution", "run_eagerly")
-# Keras numbers the names of all objects, including those of one rank only. The states of generators are the chief's.
-_NOT_COMPARED = ("name", "dtype", "seed")
+# Keras numbers the names of all objects, including those of one rank only. Generators get the chief's state, and each
+# host may have its own files.
+_NOT_COMPARED = ("name", "dtype", "seed", "filepath", "vocabulary")
 
 
 def describe(model: keras.Model) -> list[str]:

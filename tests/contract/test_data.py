@@ -162,11 +162,12 @@ class TimesSeen(keras.metrics.Metric):
 
 @contract("once-small-batches", float32=True, tolerance=FLOAT32, sizes=(3, 4), also=("serial-1",))
 def test_once_small_batches(distribute: Any) -> Numbers:
-    """Batches of 1 and 2 are smaller than the number of ranks. Ranks without a share see a placeholder."""
+    """Batches of 1, 0 and 2 rows are smaller than the number of ranks. Ranks without a share see a placeholder."""
     indices, metric = np.arange(9, dtype="float32")[:, None], TimesSeen(9)
     model = compiled(distribute, keras.optimizers.SGD(1e-4), model=stack(layers.Dense(1), shape=[1]), metrics=[metric])
     data = tf.data.Dataset.from_tensor_slices((indices, indices))
-    result = fitted(model, data.take(3).batch(1).concatenate(data.skip(3).batch(2)))
+    empty = data.batch(9).map(lambda x, y: (x[:0], y[:0]))
+    result = fitted(model, data.take(3).batch(1).concatenate(empty).concatenate(data.skip(3).batch(2)))
     return {**result, "times": metric.times.value}
 
 
