@@ -291,18 +291,14 @@ STEP_COUNTER = "_iterations"
 
 
 def update_without_gradients(optimizer: Any) -> None:
-    """Does the part of an update that needs no gradients: decays the weights, drops what was accumulated, counts.
-
-    While gradients are accumulated, an update is inside a `tf.cond`. If it reads the counter, that waits for it.
-    """
+    """Does the part of an update that needs no gradients: decays the weights, drops what was accumulated, counts."""
     counter, steps = getattr(optimizer, STEP_COUNTER), optimizer.gradient_accumulation_steps or 1
     if (int(counter) + 1) % steps == 0:
         optimizer._apply_weight_decay(optimizer._trainable_variables)
         for variable in accumulators(optimizer):
             variable.assign(tf.zeros_like(variable.value))
-    reads_counter = schedule_of(optimizer) or "iterations" in type(optimizer).update_step.__code__.co_names
-    if steps == 1 or not reads_counter:
-        counter.assign_add(1)
+    if steps == 1 or not (schedule_of(optimizer) or "iterations" in type(optimizer).update_step.__code__.co_names):
+        counter.assign_add(1)  # else the count waits for the `tf.cond` of an accumulated update, which reads it
 
 
 def weighted(dataset: tf.data.Dataset, class_weight: dict[int, float]) -> tf.data.Dataset:

@@ -20,8 +20,7 @@ from keras_dist.step.optimizer import accumulators_of, variables_of
 from keras_dist.step.step import Fingerprints, check_seen, differing_ranks
 
 _COMPARED = ("loss", "loss_weights", "metrics", "weighted_metrics", "steps_per_execution", "run_eagerly")
-# Keras numbers the names of all objects, including those of one rank only. Generators get the chief's state, and each
-# host may have its own files.
+# Keras numbers the names of all objects, including those of one rank only. The chief's seeds are sent.
 _NOT_COMPARED = ("name", "dtype", "seed", "filepath", "vocabulary")
 
 
@@ -103,15 +102,12 @@ def broadcast_state(
 
     Raises `MismatchError` if the ranks' models, optimizers or plans (numbers of epochs and steps) differ.
     """
-    trained = set(map(id, model.trainable_variables))
-    variables: list[Any] = [
-        (v.path.split("/")[-1], tuple(v.shape), v.dtype, "trained" if id(v) in trained else "not trained")
-        for v in model.variables
-    ]
+    variables: list[Any] = [(v.path.split("/")[-1], tuple(v.shape), v.dtype) for v in model.variables]
     structure: list[tuple[str, list[Any]]] = [(type(model).__name__, variables)]
     structure += [(type(optimizer).__name__, []) for optimizer in optimizers]
-    layers = [layer for layer in keras_model.flatten_layers(model) if keras_model.is_kerass(type(layer))]
-    structure += [("layers", [_text(layer) for layer in layers if not isinstance(layer, keras.Model)])]
+    layers = [layer for layer in keras_model.flatten_layers(model) if not isinstance(layer, keras.Model)]
+    structure += [("layers", [_text(layer) for layer in layers if keras_model.is_kerass(type(layer))])]
+    structure += [("trained", [f"a trained variable of {tuple(v.shape)}" for v in model.trainable_variables])]
     structure += [("compile", describe(model))]
     are_built, epoch = [optimizer.built for optimizer in optimizers], getattr(model, keras_fit.INITIAL_EPOCH)
     gathered = backend.all_gather_object(call, (structure, plan, are_built, epoch))
@@ -139,8 +135,7 @@ def broadcast_state(
 def _check_structures(structures: Sequence[Any]) -> None:
     if all(structure == structures[0] for structure in structures):
         return
-    texts = [repr(structure) for structure in structures]
-    rank = next(rank for rank, text in enumerate(texts) if text != texts[0])
+    rank = next(rank for rank, structure in enumerate(structures) if structure != structures[0])
     pair = structures[0], structures[rank]
     first, other = ([part for name, parts in structure for part in (name, *parts)] for structure in pair)
     differences = [
