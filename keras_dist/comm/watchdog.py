@@ -162,7 +162,6 @@ class Watchdog:
         self._others = [rank for rank in range(topology.size) if rank != topology.rank]
         self._open: list[str] = []  # the calls that this rank is in
         self._calls: collections.deque[tuple[int, str]] = collections.deque(maxlen=64)
-        self._number = 0
         self._entered: float | None = None
         self._loop_waits: LoopWaits | None = None  # until there is a custom loop
         self._last_position, self._position_since, self._has_warned = (0, ""), 0.0, False
@@ -199,7 +198,6 @@ class Watchdog:
             yield
         except BaseException:
             self._calls.pop()
-            self._number -= 1
             raise
         finally:
             self._open.pop()
@@ -208,8 +206,7 @@ class Watchdog:
                 self._begin(self._open[-1])
 
     def _begin(self, call: str) -> None:
-        self._number += 1
-        self._calls.append((self._number, call))
+        self._calls.append((self._calls[-1][0] + 1 if self._calls else 1, call))
         self._entered = time.monotonic()
 
     def track(self, call: str, tensors: Any, collective: Callable[[Any], Any]) -> Any:

@@ -290,6 +290,14 @@ def outside_stateless_scope() -> contextlib.AbstractContextManager[None]:
 STEP_COUNTER = "_iterations"
 
 
+def without_assignments() -> contextlib.AbstractContextManager[None]:
+    """In this context only checkpoints that have waited for a variable assign to one, also to one of TPUStrategy."""
+    return patched(
+        keras.Variable, assign=lambda variable, value: value,
+        _restore_from_tensors=lambda own, tensors, plain=keras.Variable.assign: plain(own, tensors["VARIABLE_VALUE"]),
+    )  # fmt: skip
+
+
 def update_without_gradients(optimizer: Any) -> None:
     """Does the part of an update that needs no gradients: decays the weights, drops what was accumulated, counts."""
     counter, steps = getattr(optimizer, STEP_COUNTER), optimizer.gradient_accumulation_steps or 1

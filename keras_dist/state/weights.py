@@ -20,8 +20,7 @@ from keras_dist.step.optimizer import accumulators_of, variables_of
 from keras_dist.step.step import Fingerprints, check_seen, differing_ranks
 
 _COMPARED = ("loss", "loss_weights", "metrics", "weighted_metrics", "steps_per_execution", "run_eagerly")
-# Keras numbers the names of all objects, including those of one rank only. The chief's seeds are sent.
-_NOT_COMPARED = ("name", "dtype", "seed", "filepath", "vocabulary")
+_NOT_COMPARED = ("name", "dtype", "seed", "filepath", "vocabulary")  # Keras numbers names, the chief's seeds are sent
 
 
 def describe(model: keras.Model) -> list[str]:
@@ -136,8 +135,7 @@ def _check_structures(structures: Sequence[Any]) -> None:
     if all(structure == structures[0] for structure in structures):
         return
     rank = next(rank for rank, structure in enumerate(structures) if structure != structures[0])
-    pair = structures[0], structures[rank]
-    first, other = ([part for name, parts in structure for part in (name, *parts)] for structure in pair)
+    first, other = ([part for key, parts in one for part in (key, *parts)] for one in (structures[0], structures[rank]))
     differences = [
         f"rank 0 has {ours!r} where rank {rank} has {theirs!r}"
         for ours, theirs in zip(first, other, strict=False)

@@ -264,10 +264,9 @@ def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
 
     So `ScheduleFreeAdamW` starts from zeros and not from the weights (Keras 3.15), and so does a script's Lookahead.
     """
-    ineffective = tf_compat.patched(keras.Variable, assign=lambda variable, value: value)
     by_optimizer = tf_compat.patched(keras.Optimizer, assign=lambda optimizer, variable, value: None)
     named = keras.name_scope(optimizer.name, caller=optimizer)
-    with ineffective, by_optimizer, tf.init_scope(), keras_model.outside_stateless_scope(), named:
+    with keras_model.without_assignments(), by_optimizer, tf.init_scope(), keras_model.outside_stateless_scope(), named:
         optimizer.build(list(variables))
 
 
@@ -349,7 +348,6 @@ def fused(optimizer: Any, update: Callable[..., Any]) -> Callable[..., Any]:
     Keras writes an update as a dozen operations for each variable, each a pass over memory. Compiling takes seconds, so
     the update of a small model, or of small variables, is not compiled.
     """
-
     if own := [type(part).__name__ for part in parts_of(optimizer) if not keras_model.is_kerass(type(part))]:
         logger().debug("optimizer %s: its update is not fused, because %s is not Keras's", optimizer.name, own[0])
         return update

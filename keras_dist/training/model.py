@@ -167,10 +167,9 @@ class RankModel(DistributedModel):
             try:
                 with backend.in_call(step):
                     logs = function(iterator)
-            except (StopIteration, tf.errors.OutOfRangeError):
-                raise
             except Exception as error:
-                if must_run and not self._has_run:
+                is_end = isinstance(error, StopIteration | tf.errors.OutOfRangeError)
+                if must_run and not self._has_run and not is_end:
                     raise refusals.own_function(self._model, name) from error
                 raise
             if must_run and not self._has_run:
