@@ -57,14 +57,14 @@ VERIFY = "KERAS_DIST_VERIFY"
 WAIT_TIMEOUT = "KERAS_DIST_WAIT_TIMEOUT"
 ANSWER_TIMEOUT = "KERAS_DIST_ANSWER_TIMEOUT"
 
-# What launchers, schedulers and users set for ranks, but for what is secret.
+# What launchers, schedulers and users set for ranks, except secrets.
 _OF_LAUNCHERS = (
     "CUDA_VISIBLE_DEVICES", "HOROVOD_", "KERAS_DIST_", "NCCL_", "OMPI_COMM_WORLD_", "PET_", "PMI_", "SLURM_", "SLURMD_",
     TF_CONFIG, "TPU_",
 )  # fmt: skip
 _SECRET = ("JWT", "KEY", "PASSWORD", "SECRET", "TOKEN")
 
-COMMITTED_EXIT_CODE = os.EX_TEMPFAIL  # of a rank that was asked to stop and has committed: 75, start me again
+COMMITTED_EXIT_CODE = os.EX_TEMPFAIL  # of a rank that was asked to stop and has committed: 75, restart me
 
 
 def current() -> dict[str, str]:
@@ -120,7 +120,7 @@ def cache_folder() -> Path:
 
 
 def state_folder() -> Path:
-    """For what keras_dist has to remember of this user, and is no cache."""
+    """For what keras_dist has to remember for this user that is no cache."""
     return _folder("XDG_STATE_HOME", ".local/state")
 
 
@@ -142,7 +142,7 @@ def set_values(values: Mapping[str, str]) -> None:
 def note_commit(step: int) -> None:
     """Tells `keras-dist run --max-restarts` that ranks that crash later have come further than those before."""
     if path := get(COMMITTED):
-        with contextlib.suppress(OSError):  # the training continues, though it may not be started again
+        with contextlib.suppress(OSError):  # training continues, though it may not be restarted
             write_whole(Path(path), str(step).encode())
 
 

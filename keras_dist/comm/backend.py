@@ -139,7 +139,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def distribute(self, target: Any, options: Any) -> None:
-        """Makes a model, or an optimizer of a custom loop, span all replicas, in place. Twice is the same as once.
+        """Makes a model, or an optimizer of a custom loop, span all replicas, in place. Calling it twice is harmless.
 
         Args:
             target: A `keras.Model` or a `keras.optimizers.Optimizer`.

@@ -1,4 +1,4 @@
-"""What each rank of `keras-dist selftest` does. Rank 0 prints what all have found.
+"""The checks that each rank of `keras-dist selftest` makes. Rank 0 prints what all have found.
 
 Beside the sums, plain TCP connections between the ranks measure what their network itself takes for the same bytes.
 """
@@ -30,15 +30,15 @@ _SECONDS = 30.0
 
 @contextlib.contextmanager
 def linked(backend: Backend) -> Iterator[Callable[[int], Callable[[], None]]]:
-    """Connects each rank to the next one. Every rank must call it, and what it yields, and what that returns.
+    """Connects each rank to the next one. Every rank must call it, the function it yields, and what that returns.
 
-    That sends what a ring sends to sum so many bytes: in each of 2 (n - 1) steps an n-th of them.
+    The last one sends what a ring sends to sum that many bytes: an n-th of them in each of 2 (n - 1) steps.
     """
     topology, address = backend.topology, _own_address(backend)
     try:
         server, failure = socket.create_server((address, 0)), None
     except OSError as error:
-        server, failure = socket.socket(), error  # the others are told, or they would wait for this rank
+        server, failure = socket.socket(), error  # tells the others, which would wait for this rank
     with contextlib.ExitStack() as stack:
         stack.enter_context(server)
         port = 0 if failure else server.getsockname()[1]
@@ -106,7 +106,7 @@ def main() -> int:
         raise ConfigurationError(
             "keras-dist selftest needs several ranks.", "one rank", "Use `keras-dist selftest -np 2`."
         )
-    tf.config.experimental.enable_tensor_float_32_execution(False)  # else GPUs round more than is compared
+    tf.config.experimental.enable_tensor_float_32_execution(False)  # GPUs would round too much
     for name, find, remedy in CHECKS:
         problem, found = "", ""
         try:
@@ -187,7 +187,7 @@ def _network(backend: Backend) -> str:
 
 def _speed(backend: Backend) -> str:
     """Times sums beside the same bytes over the network alone, in turns."""
-    lines, fastest = [], []  # what else runs on the machine only adds to a time
+    lines, fastest = [], []  # other programs on the machine can only add to a time
     with linked(backend) as ring:
         for count, times in _SUMS:
             total = _sum_of(backend, [tf.zeros([count])], f"selftest_{count}")

@@ -134,7 +134,7 @@ def _run_over_ssh(args: argparse.Namespace, here: LocalRanks, new_cluster: Calla
     others = {"-np": args.num_processes, "--nnodes": args.nnodes}
     if given := [name for name, value in others.items() if value is not None]:
         received = f"-H {args.hosts} with {', '.join(given)}"
-        raise ConfigurationError("-H has the number of processes of each host.", received, "Leave them out.")
+        raise ConfigurationError("-H already sets the number of processes of each host.", received, "Leave them out.")
     if args.max_restarts:
         raise ConfigurationError(
             "--max-restarts needs rank 0 on this machine, to see its commits.",
@@ -232,7 +232,7 @@ def _integer(text: str, option: str, least: int = 1) -> int:
 
 def _grace(text: str) -> float:
     if not re.fullmatch(r"\d+(\.\d+)?", text):
-        problem = "The number after --grace must be seconds, from 0 on."
+        problem = "--grace must be a number of seconds, 0 or more."
         raise ConfigurationError(problem, f"--grace {text}", "Use for example `--grace 60`.")
     return float(text)
 

@@ -33,7 +33,7 @@ class Cluster:
         self.size = len(self._node_of)  # number of processes to start
         if self.size < 1:
             raise ConfigurationError("A cluster needs at least one process.", f"size={size}", "Use `-np 1` or more.")
-        self.job = secrets.token_hex(8)  # by which all that the processes start can be found
+        self.job = secrets.token_hex(8)  # by which everything that the processes start can be found
         self._environ = environ
         self._server = store.Server()
         self.nodes[0].port = self._server.port
@@ -42,11 +42,11 @@ class Cluster:
                 node.store = self._server
 
     def _variables(self, rank: int) -> dict[str, str]:
-        """Returns what tells a rank its place in this cluster."""
+        """Returns the variables that tell a rank its place in this cluster."""
         raise NotImplementedError
 
     def variables(self, rank: int) -> dict[str, str]:
-        """Returns what is added to the environment of a rank, on its node."""
+        """Returns the variables that are added to the environment of a rank, on its node."""
         job = self.job + self._node_of[rank].suffix
         told = {environment.LAUNCHER: "local", environment.PLACE: self._places[rank], JOB: job}
         return {**told, **self._variables(rank)}

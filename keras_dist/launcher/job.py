@@ -88,7 +88,7 @@ class Job:
                     return event.signal
                 if not self._here.send_on(event.signal):
                     name = event.signal.name
-                    self._print(f"keras-dist: {name} was sent on to no rank: no script has a handler for it.")
+                    self._print(f"keras-dist: {name} was forwarded to no rank: no script has a handler for it.")
             elif self._cluster.only_chief_runs:
                 if event.rank == 0:
                     deadline = time.monotonic() + _HELPERS_SECONDS
@@ -197,7 +197,7 @@ class Job:
                 who = f"rank {committed[0].rank} {manner(COMMITTED_EXIT_CODE)}"
                 if stopped_by is not None:
                     who = f"stopped by {stopped_by.name}"
-                text = f"{who}. Training was committed: the same command resumes."
+                text = f"{who}. Training was committed: run the same command again to resume."
                 self._print(f"keras-dist: {text}")
                 return Outcome(COMMITTED_EXIT_CODE, text, is_final)
             ended = failed or ended
@@ -348,12 +348,12 @@ class Restarts(contextlib.ExitStack):
         elif self._used == self._limit:
             why_not = f"restart {self._used} of {self._limit} was the last. The cause: {outcome.cause}"
         if why_not:
-            self._console.print(f"keras-dist: does not start again: {why_not}")
+            self._console.print(f"keras-dist: no restart: {why_not}")
             return False
         self._used += is_crash
         number = f" (restart {self._used} of {self._limit})" if is_crash else ""
         place = "where they began: there is no commit since" if step is None else f"the commit of step {step}"
-        self._console.print(f"keras-dist: starts all ranks again{number}, from {place}.")
+        self._console.print(f"keras-dist: restarts all ranks{number}, from {place}.")
         return True
 
 

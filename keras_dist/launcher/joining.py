@@ -5,7 +5,7 @@ After that the launcher of another node starts and ends the ranks of its machine
 with their connection of ssh, as they may not have joined yet.
 
 Under Slurm, nodes prove by MUNGE which user a process belongs to. Node 0 draws a secret for each connection and encodes
-it so that only this user can decode it. Whoever decodes it also learns which user has encoded it. See `man munge`.
+it so that only this user can decode it. Decoding it also tells which user encoded it. See `man munge`.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from keras_dist.launcher.processes import SENT_ON, Ended, LocalRanks, Received, 
 
 _MUNGE_SECONDS = 20.0
 _LONGEST = 4096
-_QUIET_SECONDS = 3.0  # before the user is told for whom a launcher waits
+_QUIET_SECONDS = 3.0  # before the user is told whom a launcher waits for
 _POLL_SECONDS = 0.1
 _RETRY_SECONDS = 0.3
 _CONNECT_SECONDS = 5.0
@@ -78,7 +78,7 @@ def _run(command: list[str], given: bytes) -> bytes:
 
 
 def _patiently(tell: Callable[[], None], late: Callable[[float], DistributionError]) -> Iterator[None]:
-    """Yields for as long as nodes may take to join; soon tells the user for whom it waits, and at the end raises."""
+    """Yields for as long as nodes may take to join; soon tells the user whom it waits for, and at the end raises."""
     seconds = environment.join_seconds()
     start, told = time.monotonic(), False
     while True:
@@ -94,7 +94,7 @@ def _patiently(tell: Callable[[], None], late: Callable[[float], DistributionErr
 def _tried(
     attempt: Callable[[], _Result], place: Place, show: Callable[[str], None], aim: str, problem: str, remedy: str
 ) -> _Result:
-    """Returns what `attempt` returns, once it raises no OSError: node 0, and the names of pods, come after a while."""
+    """Returns what `attempt` returns, once it raises no OSError: node 0 and names of pods appear after a while."""
     why = ""
 
     def late(seconds: float) -> PeerLostError:
@@ -152,7 +152,7 @@ class Nodes:
         threading.Thread(target=self._accept, name="keras_dist-nodes", daemon=True).start()
 
     def wait_for_all(self, check: Callable[[], None]) -> None:
-        """Waits until all have joined. Calls `check` meanwhile, which raises what is known of nodes that can't join."""
+        """Waits until all have joined. Calls `check` meanwhile, which raises if a node can't join."""
         for _ in _patiently(self._tell, self._late):
             if not self._missing():
                 break
@@ -161,7 +161,7 @@ class Nodes:
                 event = self._events.get(timeout=_POLL_SECONDS)
                 if isinstance(event, Received):
                     raise Stopped(event.signal)
-        # A launcher that comes later, as that of a pod which was made again, waits for the next node 0.
+        # A launcher that comes later, such as that of a restarted pod, waits for the next node 0.
         self._stop_listening()
 
     @property
@@ -269,7 +269,7 @@ def follow(place: Place, size: int, backend: str, here: LocalRanks) -> int:
     inbox: queue.SimpleQueue[Any] = here.events  # also of what node 0 says
     names = ("start", "send", "send_on", "standing", "all_gone", "end_all")
     orders = {"show": here.console.print, "free_ports": free_ports, **{name: getattr(here, name) for name in names}}
-    # The values are those of node 0's store.
+    # The values are in node 0's store.
     server = store.Server(get=functools.partial(channel.ask, "get"), put=functools.partial(channel.ask, "put"))
     try:
         node.port = server.port
@@ -346,7 +346,7 @@ Host = tuple[str, int]
 LOCAL = ("localhost", LOOPBACK)
 _BATCH = ("-o", "BatchMode=yes")  # it asks for no password
 _END_SECONDS = 2.0
-# What a user sets for the ranks. All else is as on a new login there.
+# What a user sets for the ranks. Everything else is as after a new login there.
 _SENT = ("KERAS_DIST_", "HOROVOD_", "TF_", "NCCL_", "OMP_", "CUDA_", "PYTHON", "PATH", "LD_LIBRARY_PATH", "KERAS_")
 
 
@@ -373,7 +373,7 @@ def own_address(hosts: Sequence[Host]) -> str:
                 "The name of a host has no address, so it is not known by which interface it can reach this one.",
                 f"{name}: {error.strerror or error}", "Name the interface: `--interface eth0`.",
             ) from error
-        if not address.startswith("127."):  # as for this machine's own name on Debian
+        if not address.startswith("127."):  # as this machine's own name does on Debian
             break
     return address
 

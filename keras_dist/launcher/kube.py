@@ -26,9 +26,9 @@ examples:
   keras-dist kube --image my/image --workers 4 --ps 2 train.py          parameter servers
 
 It prints YAML and changes nothing. The Service gives the pods names, the NetworkPolicy lets only pods of the job reach
-them, and the Job runs `keras-dist run` in each pod. By the Secret, which is another one each time, the pods know each
-other: keep the output where nobody else can read it. The image needs keras_dist, Horovod (docker/ has an example) and
-the script.
+them, and the Job runs `keras-dist run` in each pod. The pods recognize each other by the Secret, a new one each time:
+keep the output where nobody else can read it. The image needs keras_dist, Horovod (docker/ has an example) and the
+script.
 
 With --kubeflow it prints a TrainJob of Kubeflow's Trainer and its TrainingRuntime, with --ps a TFJob of the Training
 Operator. Kubeflow names the pods and tells them their places, so there is no Service.

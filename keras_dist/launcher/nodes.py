@@ -257,7 +257,7 @@ class Place:
         if address.startswith("127."):
             if self.host != "localhost" and not self.host.startswith("127."):
                 raise ConfigurationError(
-                    "The name of the rendezvous leads to the loopback interface here, where no other machine can "
+                    "The name of the rendezvous resolves to the loopback interface here, where no other machine can "
                     "connect.",
                     f"--rendezvous {self.rendezvous}, which is {address}",
                     f"Name the address of node 0 in its network (`hostname -I` shows it), or correct the line of "

@@ -114,7 +114,8 @@ class RankOutput:
     """What happens to the output of one rank.
 
     The mode `"chief"` shows rank 0 only, unchanged; `"all"` shows all ranks, each line with its rank. `restart` says
-    how often all ranks were started before: each has own logs. `place` is where the rank runs, if there are several.
+    how often all ranks were started before: each start has its own logs. `place` is where the rank runs, if there are
+    several.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class RankOutput:
         self.log = log_dir / f"rank-{rank}{f'.restart-{restart}' if restart else ''}.log" if log_dir else None
         self.log_error = ""  # why the log is not complete
         self.place = f" on {place}" if place else ""
-        self.fate = ""  # what became of the rank, if it is known better than by its exit code
+        self.fate = ""  # what became of the rank, where more is known than its exit code
         self._log_file = None if self.log is None else _create(self.log)
         self._log_lock = threading.Lock()
         self._console = console

@@ -21,7 +21,7 @@ from keras_dist.launcher.output import CHIEF, Console, RankOutput
 LOOPBACK_DEVICE = "lo"
 
 
-# Becomes a command that the kernel kills as soon as its parent has ended: who is killed by SIGKILL can't end others. A
+# Becomes a command that the kernel kills as soon as its parent has ended: a parent killed by SIGKILL can't end it. A
 # `preexec_fn` could ask the kernel too, but runs Python between fork and exec, where a lock that another thread of the
 # parent holds is never released. This costs about 20 ms instead, in all ranks at the same time.
 _DIE_WITH_PARENT = """
@@ -67,7 +67,7 @@ def running(command: list[str], environ: Mapping[str, str], **options: Any) -> I
 def output_of(
     command: list[str], environ: Mapping[str, str], seconds: float | None = None, **options: Any
 ) -> tuple[str, str]:
-    """Returns what a program prints, and why it has failed, `""` if it has not."""
+    """Returns what a program prints, and why it failed (`""` if it did not)."""
     options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
     try:
         done = subprocess.run(command, env=environ, timeout=seconds, stdin=subprocess.DEVNULL, check=False, **options)
@@ -99,7 +99,7 @@ class Received:
 Events = queue.SimpleQueue[Ended | Received]
 
 
-# These variables of an outer launch do not apply to the new processes.
+# The variables of an outer launch do not apply to the new processes.
 _FROM_OUTER_LAUNCH = (
     environment.INITIALIZED_BY, environment.SECRET, environment.STORE, environment.COMMITTED, environment.TF_CONFIG,
     "HOROVOD_RANK", "HOROVOD_SIZE", "OMPI_COMM_WORLD_RANK",
@@ -107,7 +107,7 @@ _FROM_OUTER_LAUNCH = (
 
 
 def inherited(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns what ranks inherit, without what an outer launch has set."""
+    """Returns what ranks inherit, without the variables of an outer launch."""
     return {name: value for name, value in environ.items() if name not in _FROM_OUTER_LAUNCH}
 
 
@@ -191,7 +191,7 @@ class LocalRanks:
         return not any(group in left and state not in "ZX" for state, group in states)
 
     def end_all(self) -> None:
-        """Ends all that the ranks have started. Twice is the same as once."""
+        """Ends all that the ranks have started. Calling it twice is harmless."""
         self._guard.close()
         for output in self.outputs.values():
             output.close()
@@ -217,7 +217,7 @@ def on_stop_signals(
         handle(signal.Signals(signum))
 
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *also)
-    # `nohup`, and `&` in a shell script, let signals be ignored.
+    # `nohup`, and `&` in a shell script, ignore signals.
     caught = [signum for signum in signals if signal.getsignal(signum) != signal.SIG_IGN]
     previous = {signal.SIGCHLD: signal.signal(signal.SIGCHLD, signal.SIG_DFL)}  # ignored, it would hide ends
     previous |= {signum: signal.signal(signum, handler) for signum in caught}

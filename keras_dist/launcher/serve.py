@@ -30,8 +30,8 @@ cluster.json has the address of each process, and of the coordinator, the notebo
   {"chief": ["127.0.0.1:2222"], "worker": ["127.0.0.1:2223"], "ps": ["127.0.0.1:2224"]}
 
 The coordinator calls kd.init(kd.ParameterServer(cluster="cluster.json")). After it has ended, a new process waits for
-the next coordinator. What a process prints is also in a log beside the file, such as cluster.worker-0.log. The
-coordinator shows what comes into the logs on its machine. TensorFlow's servers ask for no password: anyone who can
+the next coordinator. The output of each process is also in a log beside the file, such as cluster.worker-0.log. The
+coordinator shows what is added to the logs on its machine. TensorFlow's servers ask for no password: anyone who can
 reach their ports can run code as you. Addresses of 127.0.0.1 can be reached from this machine only; protect others with
 a firewall or a Kubernetes NetworkPolicy.
 """
@@ -85,7 +85,7 @@ def serve_all(workers: int, servers: int, path: str, environ: Mapping[str, str])
         return _supervise(tasks, path, environ)
     finally:
         with contextlib.suppress(OSError):
-            if Path(path).read_text() == addresses:  # not what another cluster has written there meanwhile
+            if Path(path).read_text() == addresses:  # but not a file that another cluster has written meanwhile
                 os.remove(path)
 
 
@@ -94,7 +94,7 @@ def _supervise(tasks: Sequence[tuple[str, int]], path: str, environ: Mapping[str
 
     Returns 128 + the signal to stop, or the code of a process that can't serve.
     """
-    environ = {environment.TENSORFLOW_LOG_LEVEL: "1", **environ}  # else TensorFlow's notes would fill the notebook
+    environ = {environment.TENSORFLOW_LOG_LEVEL: "1", **environ}  # otherwise TensorFlow's notes would fill the notebook
     running: dict[tuple[str, int], subprocess.Popen[bytes]] = {}
     received: list[int] = []
     with on_stop_signals(received.append):

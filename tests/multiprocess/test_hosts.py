@@ -321,7 +321,7 @@ def test_ranks_that_are_started_again_resume(launch: Start, weights_of_one_proce
     )
     assert (code, code_1) == (0, 0), err + err_1
     for text in (err, err_1):
-        assert "keras-dist: starts all ranks again (restart 1 of 1), from the commit of step 4." in text
+        assert "keras-dist: restarts all ranks (restart 1 of 1), from the commit of step 4." in text
     assert_close(found(out), weights_of_one_process)
 
 

@@ -299,7 +299,7 @@ def test_a_user_signal_that_no_script_handles_does_no_harm(start: Start) -> None
     job = start("mark(f'ready{rank}'); wait_for('go')")
     job.signal(signal.SIGUSR1, "ready0", "ready1")
     line = job.process.stderr.readline()
-    assert line == "keras-dist: SIGUSR1 was sent on to no rank: no script has a handler for it.\n"
+    assert line == "keras-dist: SIGUSR1 was forwarded to no rank: no script has a handler for it.\n"
     (job.folder / "go").touch()
     assert job.finish()[0] == 0
 

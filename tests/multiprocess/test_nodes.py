@@ -127,7 +127,7 @@ def test_all_nodes_start_again(launch: Start, tmp_path: Path) -> None:
     (code_0, out_0, err_0), (code_1, out_1, err_1) = finish(*both)
     assert (code_0, out_0, code_1, out_1) == (0, "again 0\n", 0, "[1] again 1\n")
     for err in (err_0, err_1):
-        assert "keras-dist: starts all ranks again (restart 1 of 1)" in err
+        assert "keras-dist: restarts all ranks (restart 1 of 1)" in err
 
 
 def test_parameter_servers_of_two_nodes(launch: Start, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ if number == 0:
 """
 ALL_ENDED = "All ranks have ended."
 FIRST_CAUSE = f"rank 1 exited with code 3. {ALL_ENDED}"
-COMMITTED = "Training was committed: the same command resumes."
+COMMITTED = "Training was committed: run the same command again to resume."
 STOPPED = f"stopped by SIGTERM. {COMMITTED}"
 WAS_ASKED = f"rank 1 was asked to stop (exit code 75). {COMMITTED}"
 NOT_AGAIN = "does not start again: there is no new commit since the last start. The first cause: rank 1 exited with"

@@ -86,7 +86,7 @@ REFUSED = [
      "Launchers on several machines need a secret", "--rendezvous 192.0.2.1:1 and KERAS_DIST_SECRET not set"),
     ("run -H a train.py", "-H must be hosts with a number of ranks each.", "-H a"),
     ("run -H=-oProxyCommand=x:1 train.py", "-H must be hosts with a number of ranks each.", "-H -oProxyCommand=x:1"),
-    ("run -H a:1 -np 2 train.py", "-H has the number of processes of each host.", "-H a:1 with -np"),
+    ("run -H a:1 -np 2 train.py", "-H already sets the number of processes of each host.", "-H a:1 with -np"),
     ("run -H a:1 --max-restarts 1 train.py", "--max-restarts needs rank 0 on this machine, to see its commits.",
      "-H a:1 --max-restarts 1"),
     ("run -H no-such-host.invalid:1 train.py", "The name of a host has no address", "no-such-host.invalid: "),

@@ -29,7 +29,7 @@ from keras_dist.logging import announce
 
 COORDINATOR, WORKER, SERVER = "chief", "worker", "ps"
 _EXAMPLE = '{"chief": ["127.0.0.1:2222"], "worker": ["127.0.0.1:2223"], "ps": ["127.0.0.1:2224"]}'
-# What TensorFlow says when the other end of a connection has gone, or was replaced.
+# TensorFlow's words for a connection whose other end is gone or was replaced.
 _LOSS = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.DeadlineExceededError)
 _REPLACED = (
     "Unable to find a context_id", "unknown device", "remote_handle", "does not exist", "Primary device is not remote",
@@ -140,9 +140,9 @@ def device(job: str, index: int) -> str:
 HERE = device(COORDINATOR, 0) + "/device:CPU:0"
 
 _TICK_SECONDS = 0.5
-_LOOK_SECONDS = 0.1  # for the coordinator, which may be killed as soon as it has come
+_LOOK_SECONDS = 0.1  # for the coordinator, which may be killed as soon as it has connected
 _THREADS_OF_WORKER = 2
-_UNANSWERED = 3  # so often in a row, and the coordinator has gone
+_UNANSWERED = 3  # that often in a row, and the coordinator is gone
 _SERVERS: list[Any] = []  # they live as long as the process
 
 
@@ -157,7 +157,7 @@ def serve(cluster: Cluster, job: str, index: int, seconds: float) -> NoReturn:
     )
     spec = tf.train.ClusterSpec(cluster.jobs())
     try:
-        # A coordinator warns, but a standing cluster may wait for one without a limit.
+        # A coordinator that waits warns, but a standing cluster may wait for one without a limit.
         with only_for_its_network(address, warns=seconds == float("inf")):
             _SERVERS.append(tf.distribute.Server(spec, job_name=job, task_index=index, protocol="grpc", config=config))
     except tf.errors.OpError as error:
@@ -226,7 +226,7 @@ def connect(cluster: Cluster, seconds: float) -> None:
         tf.config.experimental_connect_to_cluster(spec, job_name=COORDINATOR, task_index=0, protocol="grpc")
         tf.config.list_logical_devices()  # TensorFlow connects when it is first asked for something
 
-    def check() -> None:  # TensorFlow would wait for ever for a process that goes meanwhile, or hangs
+    def check() -> None:  # TensorFlow would wait for ever for a process that ends meanwhile, or hangs
         missing = _silent(cluster.others())
         if any(not listens(address) for address in missing.values()) or (missing and time.monotonic() > deadline):
             raise _have_gone(missing)
@@ -269,9 +269,9 @@ def log_of(path: str, name: str) -> Path:
 
 
 def keep_log(log: Path) -> None:
-    """Writes what this process prints into its log, too. Another process does, so that its last words are not lost."""
+    """Also writes what this process prints to its log. Another process does, so its last words are not lost."""
     with contextlib.suppress(OSError):  # there is no `tee`, or the log belongs to somebody else
-        log.unlink(missing_ok=True)  # not emptied: who still reads it is to see that another one takes its place
+        log.unlink(missing_ok=True)  # not emptied: its readers shall see that another one takes its place
         tee = subprocess.Popen(["tee", log], stdin=subprocess.PIPE, stdout=_STDERR)
         if tee.stdin is not None:  # for the type checker
             for descriptor in (_STDOUT, _STDERR):
@@ -310,7 +310,7 @@ def show_logs(path: str, tasks: Mapping[str, str]) -> None:
 
 
 class Log:
-    """The lines that come into a log from now on, and into the one of a process that takes this one's place."""
+    """The lines added to a log from now on, also by the process that takes this one's place."""
 
     def __init__(self, name: str, path: Path) -> None:
         self._name, self._path = name, path

@@ -90,7 +90,7 @@ class Job:
 
 
 _TICK_SECONDS = 0.2
-_ATTEMPTS = 4  # of a function that fails as if a worker were lost, though all are there
+_ATTEMPTS = 4  # of a function that fails as if a worker were lost, though none is
 
 
 class Workers:
@@ -370,7 +370,7 @@ class Workers:
 
 
 def _copied(structure: Any) -> Any:
-    """Returns copies on the current device. What a server holds stays there: no worker takes it along."""
+    """Returns copies on the current device. What a server holds stays there, and is lost with no worker."""
     return tf.nest.map_structure(
         lambda leaf: tf.identity(leaf) if tf.is_tensor(leaf) and not is_on_server(leaf) else leaf,
         structure,
