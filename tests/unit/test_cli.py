@@ -61,7 +61,7 @@ REFUSED = [
     ("run train.py -np 2", "The number of processes is missing.", "-np after the script"),
     ("run --backend mirrored -np 2 train.py", "This backend can't be launched.", "backend='mirrored'"),
     ("run -np 2 --max-restarts -1 train.py", "must be an integer from 0 on", "--max-restarts -1"),
-    ("run -np 2 --grace 1min train.py", "must be seconds, from 0 on", "--grace 1min"),
+    ("run -np 2 --grace 1min train.py", "must be a number of seconds, 0 or more", "--grace 1min"),
     ("run -np 2 --log-dir train.py train.py", "The logs of the ranks can't be written", "--log-dir train.py"),
     ("run --nnodes 2 train.py", "Several nodes also need --node-rank, --rendezvous.", "--nnodes 2"),
     ("run --interface eth0 train.py", "Several nodes also need --nnodes, --node-rank, --rendezvous.", "--interface"),
