@@ -222,7 +222,7 @@ def test_nodes_that_do_not_fit_are_refused(launch: Start, tmp_path: Path) -> Non
     [
         ("192.0.2.1", "", "KERAS_DIST_SECRET not set\nRemedy: Make one, and set it on every node: export KERAS"),
         ("192.0.2.1", "short", "KERAS_DIST_SECRET of 5 characters"),
-        (NAME, SECRET, "The name of the rendezvous leads to the loopback interface here"),
+        (NAME, SECRET, "The name of the rendezvous resolves to the loopback interface here"),
     ],
 )
 def test_an_unsafe_rendezvous_is_refused(launch: Start, host: str, secret: str, message: str) -> None:

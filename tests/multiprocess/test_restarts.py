@@ -63,35 +63,35 @@ FIRST_CAUSE = f"rank 1 exited with code 3. {ALL_ENDED}"
 COMMITTED = "Training was committed: run the same command again to resume."
 STOPPED = f"stopped by SIGTERM. {COMMITTED}"
 WAS_ASKED = f"rank 1 was asked to stop (exit code 75). {COMMITTED}"
-NOT_AGAIN = "does not start again: there is no new commit since the last start. The first cause: rank 1 exited with"
-LAST = "does not start again: restart 2 of 2 was the last. The cause: rank 1 exited with code 5."
+NOT_AGAIN = "no restart: there is no new commit since the last start. The first cause: rank 1 exited with"
+LAST = "no restart: restart 2 of 2 was the last. The cause: rank 1 exited with code 5."
 
 # The script, the options, the exit code, what the launcher says.
 ENDS: dict[str, tuple[str, str, int, list[str]]] = {
     "after a crash all ranks start again": (
         "number or commit(1200)\nnumber or (sys.exit(3) if rank == 1 else signal.pause())",
-        "--max-restarts 3", 0, [FIRST_CAUSE, "starts all ranks again (restart 1 of 3), from the commit of step 1200."],
+        "--max-restarts 3", 0, [FIRST_CAUSE, "restarts all ranks (restart 1 of 3), from the commit of step 1200."],
     ),
     "a crash before any commit is tried again once": (
         "sys.exit(3 + number) if rank == 1 else signal.pause()",
         "--max-restarts 5", 4,
-        [FIRST_CAUSE, "starts all ranks again (restart 1 of 5), from where they began: there is no commit since.",
+        [FIRST_CAUSE, "restarts all ranks (restart 1 of 5), from where they began: there is no commit since.",
          f"rank 1 exited with code 4. {ALL_ENDED}", f"{NOT_AGAIN} code 3."],
     ),
     "the last restart is the last": (
         "commit(100 + number)\nsys.exit(3 + number) if rank == 1 else signal.pause()",
         "--max-restarts 2", 5,
-        [FIRST_CAUSE, "starts all ranks again (restart 1 of 2), from the commit of step 100.",
+        [FIRST_CAUSE, "restarts all ranks (restart 1 of 2), from the commit of step 100.",
          f"rank 1 exited with code 4. {ALL_ENDED}",
-         "starts all ranks again (restart 2 of 2), from the commit of step 101.",
+         "restarts all ranks (restart 2 of 2), from the commit of step 101.",
          f"rank 1 exited with code 5. {ALL_ENDED}", LAST],
     ),
     "a rank that was asked to stop ends all": (ASKED, "", 75, [WAS_ASKED]),
     "ranks that were asked to stop start again, and it does not count": (
         f"{ASKED}\nif number == 1:\n    sys.exit(3) if rank == 1 else signal.pause()\n",
         "--max-restarts 1", 0,
-        [WAS_ASKED, "starts all ranks again, from the commit of step 1300.", FIRST_CAUSE,
-         "starts all ranks again (restart 1 of 1), from the commit of step 1300."],
+        [WAS_ASKED, "restarts all ranks, from the commit of step 1300.", FIRST_CAUSE,
+         "restarts all ranks (restart 1 of 1), from the commit of step 1300."],
     ),
     "a chief that does not commit in time is named": (
         ASKED, "--grace 0.5", 75, [f"rank 1 was asked to stop (exit code 75). {ALL_ENDED} Had to kill: rank 0."],
