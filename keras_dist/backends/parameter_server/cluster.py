@@ -29,11 +29,11 @@ from keras_dist.logging import announce
 
 COORDINATOR, WORKER, SERVER = "chief", "worker", "ps"
 _EXAMPLE = '{"chief": ["127.0.0.1:2222"], "worker": ["127.0.0.1:2223"], "ps": ["127.0.0.1:2224"]}'
-# TensorFlow's words for a connection whose other end is gone or was replaced.
+# TensorFlow's words for a connection whose other end is gone or was replaced, or whose message was garbled.
 _LOSS = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.DeadlineExceededError)
 _REPLACED = (
     "Unable to find a context_id", "unknown device", "remote_handle", "does not exist", "Primary device is not remote",
-    "is neither a type of a primitive operation", "Client for target",
+    "is neither a type of a primitive operation", "Client for target", "Unable to parse request",
 )  # fmt: skip
 
 
