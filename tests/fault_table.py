@@ -37,9 +37,8 @@ ON_DISK = ("full", "read-only", "deleted")  # happen to the chief, the only one 
 # What `make test` runs, and what CI adds: a job of each launcher.
 USUAL = (("run-horovod", "kill"),)
 CI = (
-    ("run-horovod", "stop"), ("run-horovod", "leave"),
-    ("run-horovod", "full"), ("run-multi-worker", "stop"), ("run-parameter-server", "kill"),
-    ("run-parameter-server", "stop"), ("horovodrun", "exit"), ("tf-config", "data"), ("one-process", "read-only"),
+    ("run-horovod", "stop"), ("run-horovod", "full"), ("run-multi-worker", "stop"), ("run-parameter-server", "kill"),
+    ("horovodrun", "exit"), ("tf-config", "data"), ("one-process", "read-only"),
 )  # fmt: skip
 
 ANSWER_SECONDS = 4  # the time limit for answers that the tests set

@@ -145,7 +145,7 @@ contract("exact-mixing", float32=True, tolerance=FLOAT32, covered_by=("exact-ran
 )
 
 
-@contract("exact-batchnorm", sizes=(3,), also=("parameter_server-2", "tpu-8"))
+@contract("exact-batchnorm", sizes=(3,), also=("parameter_server-2",))
 def test_batchnorm(distribute: Any) -> Numbers:
     parts = [layers.Conv1D(3, 2), layers.BatchNormalization(), layers.Flatten(), layers.Dense(4, "tanh")]
     return trained(distribute, [*parts, layers.BatchNormalization(), layers.Dropout(0.3, seed=1)], (5, 4))

@@ -120,9 +120,9 @@ def test_another_object_goes_on() -> None:
     "optimizer",
     [
         keras.optimizers.SGD(0.1),
-        keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+        pytest.param(keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True), marks=pytest.mark.full),
         keras.optimizers.Adam(0.1, amsgrad=True, use_ema=True, ema_momentum=0.9),
-        keras.optimizers.Adagrad(0.1, gradient_accumulation_steps=2),
+        pytest.param(keras.optimizers.Adagrad(0.1, gradient_accumulation_steps=2), marks=pytest.mark.full),
     ],
     ids=["sgd", "momentum", "adam", "accumulation"],
 )

@@ -156,12 +156,12 @@ def mean_error(y: Any, x: Any) -> Any:
 NOT_FILLED: list[Any] = [
     (own_step, dict, "OwnStep has a custom train_step"),
     (build, lambda: {"metrics": [mean_error]}, "the metric 'mean_error' is one number for all examples"),
-    pytest.param(lambda: build(Adds(name="adds")), dict, "the layer 'adds' adds a loss", marks=pytest.mark.ci),
+    pytest.param(lambda: build(Adds(name="adds")), dict, "the layer 'adds' adds a loss", marks=pytest.mark.full),
     pytest.param(
         build,
         lambda: {"loss": mean_error},
         "a loss of shape () has no row for each of 32 examples",
-        marks=pytest.mark.ci,
+        marks=pytest.mark.full,
     ),
 ]
 

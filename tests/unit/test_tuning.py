@@ -215,7 +215,9 @@ def test_xla_is_tried_where_the_numbers_stay_the_same(
 
 
 @pytest.mark.usefixtures("all_ways")
-@pytest.mark.parametrize("way", options.WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.full] * (way == options.UPDATE)) for way in options.WAYS]
+)
 def test_the_end_of_data_of_unknown_length_counts_as_in_plain_keras(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], way: str
 ) -> None:
