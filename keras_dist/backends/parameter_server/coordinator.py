@@ -1,8 +1,7 @@
 """The coordinator's side of parameter servers: what workers run, the server of each variable.
 
 Functions run on whichever worker is free, and once more if a worker is lost. A thread for each worker gives it one
-function after another. Outputs are one tensor, fetched at once or left on a server: a worker that is lost later
-takes nothing with it.
+function after another. Outputs are fetched at once, as one tensor, so nothing is lost with a worker that is lost later.
 The thread that waits for results tells TensorFlow which workers have gone or returned, while no function runs: what
 TensorFlow does at that moment (it sends a tensor, makes a variable) may never end.
 

@@ -14,12 +14,10 @@ import keras
 import tensorflow as tf
 
 from keras_dist.backends.parameter_server import exchange
-from keras_dist.backends.parameter_server.cluster import HERE
 from keras_dist.backends.parameter_server.coordinator import Coordinator, Job, RemoteFunction
 from keras_dist.backends.parameter_server.exchange import Known, Logs, Outputs, spec_of, type_of, without_optionals
-from keras_dist.backends.parameter_server.functions import Functions
-from keras_dist.backends.parameter_server.shards import Done, Journal, Pass, RemoteSteps, ShardBatch, ShardReader
-from keras_dist.compat import keras_random
+from keras_dist.backends.parameter_server.functions import Functions, shifted_seeds
+from keras_dist.backends.parameter_server.shards import Done, Pass, RemoteSteps, ShardBatch, ShardReader
 from keras_dist.data.shares import Share, any_batch_size, row_count
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
@@ -307,6 +305,7 @@ class AsyncEngine(SyncEngine):
         bound = backend.options()["max_staleness"]
         # Of a window of w steps in a row, each sees at most 2 (w - 1) others: those begun before, and those after.
         self._window = None if bound is None else bound // 2 + 1
+        self._journals = backend.variable_devices()[0]
         self._begun = 0
         # What makes steps, first to last: "train" or "test", and what the workers read.
         self._under_way: dict[Job, tuple[str, Pass | None]] = {}
@@ -343,11 +342,9 @@ class AsyncEngine(SyncEngine):
         self._under_way.clear()
 
     def _next_seeds(self, steps: int) -> list[Any]:
-        """Returns the random states of each step: every one has a stream of its own, always the same one."""
-        first = self._begun + 1
+        seeds, begun = self._functions.seeds(), self._begun
         self._begun += steps
-        streams, seeds = range(first, first + steps), self._functions.seeds()
-        return [[seed + keras_random.stream_offset(stream, seed.dtype) for seed in seeds] for stream in streams]
+        return [shifted_seeds(seeds, begun + step + 1) for step in range(steps)]
 
     def _begin(self, kind: str, batch: ShardBatch, spec: Any) -> Job:
         """Lets a worker make steps on batches that it reads, each with its random states."""
@@ -360,9 +357,8 @@ class AsyncEngine(SyncEngine):
         key = function, str(spec), together
         if key not in self._traced:
             types = (tf.nest.map_structure(type_of, seeds[0]),)
-            device = self._backend.variable_devices()[0]
-            journal = Journal(device) if together and trains else None
-            self._traced[key] = RemoteSteps(function, spec, types, functions.resets, together, device, journal)
+            device = self._journals if together and trains else None
+            self._traced[key] = RemoteSteps(function, spec, types, functions.resets, together, device)
         steps = self._traced[key]
         args = (tf.nest.map_structure(lambda *states: tf.stack(states), *seeds),)
         return self._workers.submit(Job(steps, (next(steps.calls), args), batch))
@@ -370,17 +366,16 @@ class AsyncEngine(SyncEngine):
     def _step_of_any_worker(self, kind: str, data: Pass) -> Logs:
         """Begins calls as long as there is room for them, and waits until another step is done."""
         data.asked += 1
-        while True:
+        while data.done < data.asked:
             begun = [job.batch for job in self._under_way if job.batch is not None]
             while (batch := data.next_batch(self._most, AHEAD, self._window, begun)) is not None:
                 self._under_way[self._begin(kind, batch, data.element_spec)] = kind, data
                 begun.append(batch)
-            if data.done >= data.asked:
-                return self._logs
             if not begun:
                 data.asked = data.done
                 raise StopIteration
             self._count_next()
+        return self._logs
 
     @property
     def _most(self) -> int:
@@ -389,32 +384,16 @@ class AsyncEngine(SyncEngine):
         return steps if self._window is None else min(steps, max(1, self._window // self._size))
 
     def _count_next(self) -> None:
-        """Waits until a call has ended, the first one if staleness is bounded, and counts its steps.
-
-        With it all calls are counted that have ended meanwhile: many workers must not wait for the coordinator.
-        """
+        """Waits until a call has ended, the first one if staleness is bounded, and counts its steps."""
         jobs = [*self._under_way]
-        done = [jobs[0] if self._window is not None else self._workers.first_done(jobs)]
-        kind, data = self._under_way[done[0]]
-        if data is not None and self._window is None:
-            done = [job for job in jobs if job.done and self._under_way[job] == (kind, data)]
-        waiting = [job for job in done if isinstance(job.function, RemoteSteps) and job.value is not None]
-        if len(waiting) > 1:  # on the server: they are fetched as one
-            with tf.device(waiting[0].value.device):
-                texts = tf.stack([job.value for job in waiting])
-            with tf.device(HERE):
-                texts = tf.identity(texts)
-            for job, text in zip(waiting, texts, strict=True):
-                job.value = text
-        outputs = []
-        for job, output in zip(done, self._results(done), strict=True):
-            del self._under_way[job]
-            if not isinstance(output, Done):  # of one step: its outputs, 0 without examples, `None` after the end
-                is_step = isinstance(output, Outputs)
-                output = Done(int(is_step), output is None, output if is_step else None)
-            if data is not None and job.batch is not None:
-                job.batch.shard.has_ended |= output.has_ended
-                data.done += output.steps
-            outputs += [] if output.outputs is None else [output.outputs]
-        if outputs:
-            self._logs = self._functions.count_steps(kind, outputs)
+        job = jobs[0] if self._window is not None else self._workers.first_done(jobs)
+        kind, data = self._under_way.pop(job)
+        (output,) = self._results([job])
+        if not isinstance(output, Done):  # of one step: its outputs, 0 if there were no examples, `None` after the end
+            is_step = isinstance(output, Outputs)
+            output = Done(int(is_step), output is None, output if is_step else None)
+        if data is not None and job.batch is not None:
+            job.batch.shard.has_ended |= output.has_ended
+            data.done += output.steps
+        if output.outputs is not None:
+            self._logs = self._functions.count(kind, [output.outputs])

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from keras_dist.backends.parameter_server.coordinator import Coordinator, beside, device_of
@@ -374,13 +373,6 @@ class Functions:
         others = {name: _mean([output.logs[name] for output in outputs], counts) for name in outputs[0].logs}
         return {**others, **results}
 
-    def count_steps(self, kind: str, outputs: Sequence[Outputs]) -> Logs:
-        """Counts several steps on whole batches at once. Returns the logs of the last one."""
-        states = [map(np.asarray, values) for values in zip(*(output.metrics for output in outputs), strict=True)]
-        pairs = zip(states, self.resets, strict=True)
-        sums = [weights.combine_states([*values], reset, "sum", "") for values, reset in pairs]
-        return self.count(kind, [outputs[-1]._replace(metrics=sums)])
-
     def _add_to_metrics(self, states: Sequence[Sequence[Any]], kind: str) -> Any:
         """The rule of `weights.combine_states`, but in the graph: it is applied after each step, to what is here."""
         for index, (variable, reset) in enumerate(zip(self._metrics, self.resets, strict=True)):
@@ -397,6 +389,11 @@ class Functions:
     def set_seeds(self, values: Sequence[Any]) -> None:
         for seed, value in zip(self._seeds, values, strict=True):
             seed.assign(value)
+
+
+def shifted_seeds(seeds: Sequence[Any], stream: int) -> list[Any]:
+    """Returns the random states of another stream, always the same one for a number."""
+    return [seed + keras_random.stream_offset(stream, seed.dtype) for seed in seeds]
 
 
 def _untraced(step: Callable[..., Any]) -> Callable[..., Any]:

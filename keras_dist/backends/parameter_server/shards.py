@@ -172,7 +172,7 @@ class Done(NamedTuple):
     outputs: Outputs | None  # of the last step, with the metrics of all; `None` if there was none
 
 
-class Journal:
+class _Journal:
     """How far calls have come. Each has a place in it. The server with this device holds it."""
 
     def __init__(self, device: str) -> None:
@@ -253,18 +253,16 @@ class RemoteSteps:
             `Outputs`.
         types: The specifications of the other arguments, without the first axis, which is that of the steps.
         together: False if it is called for one step at a time: no loop is needed.
-        device: The server on which results wait for the coordinator. Its worker begins the next call meanwhile.
-        journal: Of the calls; `None` if they may be repeated from their start.
+        device: The server that holds a journal of the calls; `None` if they may be repeated from their start.
     """
 
     def __init__(
-        self, function: Any, spec: Any, types: Any, metrics: Sequence[Any], together: bool, device: str,
-        journal: Journal | None,
-    ) -> None:  # fmt: skip
+        self, function: Any, spec: Any, types: Any, metrics: Sequence[Any], together: bool, device: str | None
+    ) -> None:
         self._function = function
         self._together = together
         self._metrics = [tf.convert_to_tensor(state) for state in metrics]
-        self._device, self._journal = device, journal
+        self._journal = None if device is None else _Journal(device)
         self._specs: Any = None  # of the results
         self.calls = itertools.count(1)  # the numbers of those that begin
         types = tf.nest.map_structure(lambda spec: tf.TensorSpec([None, *spec.shape], spec.dtype), types)
@@ -324,9 +322,7 @@ class RemoteSteps:
             )
         else:
             _, state = tf.cond(batch.examples > 0, lambda: step(batch, before), lambda: (first[0], before))
-        packed_state = state._replace(has_ended=tf.cast(tf.equal(batch.examples, _END), tf.int32)).packed()
-        with tf.device(self._device):
-            return tf.identity(packed_state)
+        return state._replace(has_ended=tf.cast(tf.equal(batch.examples, _END), tf.int32)).packed()
 
 
 def _next_batch(iterator: Any, read: Any, made: Any, count: Any) -> _Batch:
@@ -520,7 +516,7 @@ class Pass:
         if window is not None:
             most = min(most, window - begun)
         if self._limit is not None:  # a step that Keras doesn't ask for must not be made
-            most = min(most, -(-self.asked // self._limit) * self._limit - self.done - begun)
+            most = min(most, self._limit - self.done % self._limit - begun)
         reading = [batch.shard for batch in under_way]
         for offset in range(len(self._of_workers) if most > 0 else 0):
             shard = self._of_workers[(self._turn + offset) % len(self._of_workers)]
