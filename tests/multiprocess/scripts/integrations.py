@@ -125,7 +125,9 @@ def retrieval() -> dict[str, Any]:
             found = {} if training else {"predictions": self.retrieval(embeddings)}
             return {"user_embeddings": embeddings, **found}
 
-        def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, **options: Any) -> Any:
+        def compute_loss(
+            self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
+        ) -> Any:
             candidates = self.items(y["movie_id"])
             scores = ops.matmul(y_pred["user_embeddings"], ops.transpose(candidates))
             own = ops.arange(ops.shape(scores)[0])
