@@ -1,11 +1,16 @@
 """`keras-dist commits`: lists the commits of a folder. Imports no TensorFlow."""
 
+from __future__ import annotations
+
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from keras_dist.errors import ConfigurationError, DistributionError
+
+if TYPE_CHECKING:
+    from keras_dist.state.commits import Entry
 
 DESCRIPTION = """\
 Lists what a training can resume from: the commits that it has left in a folder, oldest first. Reads every file of them
@@ -66,7 +71,7 @@ def _show(directory: Path) -> None:
     print(f"A restart resumes after step {good[-1].step:,}, from {directory / good[-1].name}")
 
 
-def _row(entry: Any) -> tuple[str, ...]:
+def _row(entry: Entry) -> tuple[str, ...]:
     epoch, batch = (f"{entry.place.epoch:,}", f"{entry.place.batch:,}") if entry.place else ("?", "?")
     time = f"{entry.time:%Y-%m-%d %H:%M:%S}" if entry.time else "?"
     return f"{entry.step:,}", epoch, batch, time, _readable(entry.size), entry.problem or "good"

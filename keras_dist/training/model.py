@@ -32,7 +32,7 @@ from keras_dist.training.distributed import DistributedModel
 from keras_dist.training.loop import Loop, RankLoop, ReplicaLoop
 from keras_dist.training.options import Options
 from keras_dist.training.resuming import FitExtensions
-from keras_dist.training.trial import as_tensors, batch_of_all_ranks, batch_of_shares, gather_rows, real_rows
+from keras_dist.training.trial import FirstRows, as_tensors, batch_of_all_ranks, batch_of_shares, gather_rows, real_rows
 
 _TUNING = "_keras_dist_tuning"
 # The models that `kd.distribute` got. They themselves stay as they are.
@@ -117,8 +117,7 @@ class RankModel(DistributedModel):
             if not was_built and call.name in ("evaluate", "predict", "predict_on_batch"):
                 self._synchronize(f"model.{call.name} (of a model that was not built)")
             if call.name in ("predict", "predict_on_batch"):
-                seen = self._backend.all_gather_object(f"model.{call.name} (end)", self._seen())
-                check_seen([Fingerprints(*each) for each in seen])
+                self._compare_seen(f"model.{call.name} (end)")
 
     def _synchronize(self, call: str) -> None:
         if keras_model.is_built(self._model):
@@ -238,6 +237,14 @@ class RankModel(DistributedModel):
         self._fingerprint.assign(0)
         self._constants = []
         return seen
+
+    def _compare_seen(self, call: str) -> None:
+        check_seen([Fingerprints(*each) for each in self._backend.all_gather_object(call, self._seen())])
+
+    def _check_own_code(self, kind: str, rows: FirstRows) -> None:
+        # Its error says what differs. That of a trial can only guess.
+        self._compare_seen(f"the check of {kind}ing steps (start)")
+        super()._check_own_code(kind, rows)
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         self.given, self.element_spec, self.distribute = dataset, dataset.element_spec, None
