@@ -70,11 +70,11 @@ test-slow: $(INSTALLED) ## Compile ResNet50 and a transformer for a TPU by its c
 
 .PHONY: test-mpi
 test-mpi: $(VENV)-mpi/.installed ## Build Horovod with MPI beside the other one and run what sends by it (about 6 minutes)
-	$(VENV)-mpi/bin/python -m pytest -n 0 -m "" tests/multiprocess/test_mpi.py $(ARGS)
+	$(VENV)-mpi/bin/python -m pytest -n 0 -m full tests/multiprocess/test_mpi.py $(ARGS)
 
 .PHONY: test-machine
 test-machine: $(HOROVOD) ## Install the wheel on a bare Debian, build the CPU image; as root, with debootstrap, buildah
-	$(BIN)/python -m pytest -n 0 -m "" tests/multiprocess/test_fresh_machine.py $(ARGS)
+	$(BIN)/python -m pytest -n 0 -m full tests/multiprocess/test_fresh_machine.py $(ARGS)
 
 .PHONY: test-slurm
 test-slurm: $(HOROVOD) ## Run under a real Slurm of two hosts; as root, after apt-get install slurmctld slurmd munge
@@ -124,7 +124,7 @@ KERAS_TESTS ?= tests/unit/test_keras_compat.py tests/unit/test_downloads.py \
 
 .PHONY: test-integrations
 test-integrations: $(VENV)-integrations/.installed ## Train with KerasHub, KerasRS, mlflow, scikit-learn's wrapper, Ray (about 5 minutes)
-	$(VENV)-integrations/bin/python -m pytest -n 0 -m "" tests/multiprocess/test_integrations.py $(ARGS)
+	$(VENV)-integrations/bin/python -m pytest -n 0 -m full tests/multiprocess/test_integrations.py $(ARGS)
 
 .PHONY: lint
 lint: $(INSTALLED) ## Check style and types only

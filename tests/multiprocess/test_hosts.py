@@ -136,10 +136,12 @@ def ssh(client: Path | None) -> Path:
 Start = Callable[..., list[subprocess.Popen[str]]]
 
 
-def by_nodes(hosts: Hosts, sizes: Sequence[int], options: Sequence[str], file: str) -> Iterator[Any]:
+def by_nodes(
+    hosts: Hosts | None, sizes: Sequence[int], options: Sequence[str], file: str, names: Sequence[str] = NAMES
+) -> Iterator[Any]:
     port = free_ports(1)[0]
-    for index, (name, size) in enumerate(zip(NAMES, sizes, strict=True)):
-        place = ["--nnodes", "2", "--node-rank", str(index), "--rendezvous", f"{ADDRESSES[0]}:{port}"]
+    for index, (name, size) in enumerate(zip(names, sizes, strict=True)):
+        place = ["--nnodes", str(len(names)), "--node-rank", str(index), "--rendezvous", f"{ADDRESSES[0]}:{port}"]
         number = () if "--workers" in options else ("-np", str(size))
         yield inside(name, *RUN, *place, *number, *options, file), {"KERAS_DIST_SECRET": SECRET}
 
@@ -227,14 +229,10 @@ def test_two_hosts_have_the_numbers_of_one_process(
 def test_four_hosts_have_the_numbers_of_one_process(
     commands: Commands, weights_of_one_process: Any, tmp_path: Path, backend: str
 ) -> None:
-    names, port, file = [f"{NAMES[0]}-{index}" for index in range(4)], free_ports(1)[0], str(script(tmp_path, TRAIN))
+    names = [f"{NAMES[0]}-{index}" for index in range(4)]
+    job = by_nodes(None, [1] * 4, ["--backend", backend], str(script(tmp_path, TRAIN)), names)
     with hosts_of(names, ETC_HOSTS["debian"], has_docker=True):
-        job = []
-        for index, name in enumerate(names):
-            place = ["--nnodes", "4", "--node-rank", str(index), "--rendezvous", f"{ADDRESSES[0]}:{port}"]
-            command = inside(name, *RUN, *place, "-np", "1", "--backend", backend, file)
-            job.append(commands(*command, KERAS_DIST_SECRET=SECRET))
-        (code, out, err), *others = finish(*job, seconds=200)
+        (code, out, err), *others = finish(*(commands(*command, **own) for command, own in job), seconds=200)
     assert [code, *(other[0] for other in others)] == [0] * 4, (out, err, others)
     places, weights = found(out)
     assert places == [[rank, 0, 1] for rank in range(4)]
