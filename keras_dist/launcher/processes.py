@@ -217,7 +217,7 @@ def on_stop_signals(
         handle(signal.Signals(signum))
 
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *also)
-    # `nohup`, and `&` in a shell script, ignore signals.
+    # `nohup`, and `&` in a shell script, make a process ignore signals.
     caught = [signum for signum in signals if signal.getsignal(signum) != signal.SIG_IGN]
     previous = {signal.SIGCHLD: signal.signal(signal.SIGCHLD, signal.SIG_DFL)}  # ignored, it would hide ends
     previous |= {signum: signal.signal(signum, handler) for signum in caught}

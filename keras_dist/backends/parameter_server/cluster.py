@@ -142,7 +142,7 @@ HERE = device(COORDINATOR, 0) + "/device:CPU:0"
 _TICK_SECONDS = 0.5
 _LOOK_SECONDS = 0.1  # for the coordinator, which may be killed as soon as it has connected
 _THREADS_OF_WORKER = 2
-_UNANSWERED = 3  # that often in a row, and the coordinator is gone
+_UNANSWERED = 3  # tries in a row after which the coordinator counts as gone
 _SERVERS: list[Any] = []  # they live as long as the process
 
 
@@ -269,9 +269,9 @@ def log_of(path: str, name: str) -> Path:
 
 
 def keep_log(log: Path) -> None:
-    """Also writes what this process prints to its log. Another process does, so its last words are not lost."""
+    """Copies what this process prints to its log, by another process, so that its last words are not lost."""
     with contextlib.suppress(OSError):  # there is no `tee`, or the log belongs to somebody else
-        log.unlink(missing_ok=True)  # not emptied: its readers shall see that another one takes its place
+        log.unlink(missing_ok=True)  # not emptied: readers must see that it was replaced
         tee = subprocess.Popen(["tee", log], stdin=subprocess.PIPE, stdout=_STDERR)
         if tee.stdin is not None:  # for the type checker
             for descriptor in (_STDOUT, _STDERR):

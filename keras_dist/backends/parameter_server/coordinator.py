@@ -369,7 +369,7 @@ class Workers:
 
 
 def _copied(structure: Any) -> Any:
-    """Returns copies on the current device. What a server holds stays there, and is lost with no worker."""
+    """Returns copies on the current device. What a server holds stays there: no worker takes it along."""
     return tf.nest.map_structure(
         lambda leaf: tf.identity(leaf) if tf.is_tensor(leaf) and not is_on_server(leaf) else leaf,
         structure,
