@@ -31,7 +31,8 @@ keep the output where nobody else can read it. The image needs keras_dist, Horov
 script.
 
 With --kubeflow it prints a TrainJob of Kubeflow's Trainer and its TrainingRuntime, with --ps a TFJob of the Training
-Operator. Kubeflow names the pods and tells them their places, so there is no Service.
+Operator, with --mpi an MPIJob of the MPI Operator, whose image needs sshd, Open MPI and a Horovod with MPI. Kubeflow
+names the pods and tells them their places, so there is no Service.
 
 With --ps there is a Job for the coordinator, one for the workers and one for the servers. All pods run the script with
 a TF_CONFIG; `kd.init()` makes servers of the workers and parameter servers, which end with the coordinator.
@@ -65,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     grace = f"how long ranks may take to commit after SIGTERM (default: {COMMIT_SECONDS:g})"
     add("--grace", type=int, default=int(COMMIT_SECONDS), metavar="SECONDS", help=grace)
     add("--kubeflow", action="store_true", help="print what Kubeflow runs: a TrainJob, with --ps a TFJob")
+    add("--mpi", action="store_true", help="with --kubeflow: an MPIJob, in which mpirun starts the ranks by ssh")
     add("-m", dest="module", action="store_true", help="run a module, as `python -m` does; comes last")
     add("target", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
@@ -78,7 +80,7 @@ def main(args: argparse.Namespace) -> int:
     Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _LIKE_A_NUMBER, [*"-+.0123456789"])
     _check(args)
     plain = json.loads(json.dumps(manifests(args)))  # nothing is twice in it: YAML would write an alias
-    kubeflows = f"pod/{args.name}-chief-0" if args.ps else f"job/{args.name}-node-0"
+    kubeflows = f"pod/{args.name}-chief-0" if args.ps else f"job/{args.name}-{'launcher' if args.mpi else 'node-0'}"
     head = HEAD.format(first=kubeflows if args.kubeflow else f"job/{args.name}")
     print(head + yaml.dump_all(plain, Dumper=Dumper, sort_keys=False), end="")
     return 0
@@ -138,10 +140,11 @@ def manifests(args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.ps:
         jobs = [job(*pods) for pods in _tasks(args)]
     else:
-        first.append(manifest("v1", "Secret", args.name, stringData={_KEY: secrets.token_hex(16)}))
         jobs = [job(args.name, args.workers, *_nodes(args), args.max_restarts, args.gpus)]
+        if not args.mpi:
+            first.append(manifest("v1", "Secret", args.name, stringData={_KEY: secrets.token_hex(16)}))
     if args.kubeflow:
-        wanted = _tf_job(jobs) if args.ps else _train_job(*jobs)
+        wanted = _tf_job(jobs) if args.ps else _mpi_job(args, *jobs) if args.mpi else _train_job(*jobs)
         return [*first, *(manifest(version, kind, args.name, spec=spec) for version, kind, spec in wanted)]
     # Pods need each other's addresses before they are ready.
     service = {"clusterIP": "None", "selector": labels, "publishNotReadyAddresses": True}
@@ -203,6 +206,23 @@ def _tf_job(jobs: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str, dict[str
     yield "kubeflow.org/v1", "TFJob", {"runPolicy": {"backoffLimit": limit}, "tfReplicaSpecs": replicas}
 
 
+def _mpi_job(args: argparse.Namespace, job: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yields version, kind and content of an MPIJob. Its launcher has a file of the workers, which run sshd."""
+    worker, ranks = job["spec"]["template"], args.num_processes or args.gpus or 1
+    _leave_places_to_kubeflow(worker, "train")
+    (container,) = worker["spec"]["containers"]
+    del container["env"], container["command"]
+    mpirun = ["mpirun", "--allow-run-as-root", "--bind-to", "none", "-np", str(ranks * args.workers), "-x", "PATH"]
+    command = [*mpirun, *command_of(args.target, "python", is_module=args.module)]
+    pod = {**worker["spec"], "containers": [{**container, "command": command, "resources": {}}]}
+    replicas = {
+        "Launcher": {"replicas": 1, "template": {**worker, "spec": pod}},
+        "Worker": {"replicas": args.workers, "template": worker},
+    }
+    policy = {"cleanPodPolicy": "Running", "backoffLimit": args.max_restarts}
+    yield "kubeflow.org/v2beta1", "MPIJob", {"slotsPerWorker": ranks, "runPolicy": policy, "mpiReplicaSpecs": replicas}
+
+
 def _leave_places_to_kubeflow(template: dict[str, Any], container_name: str) -> None:
     del template["spec"]["subdomain"]
     (container,) = template["spec"]["containers"]
@@ -224,6 +244,12 @@ def _check(args: argparse.Namespace) -> None:
             "Parameter servers have no ranks: each of their pods is one process.",
             f"--ps {args.ps}, -np {args.num_processes}, --backend {args.backend}",
             "Leave out -np and --backend: `--workers 4 --ps 2`.",
+        )
+    if args.mpi and (args.ps is not None or not args.kubeflow or args.backend not in ("auto", "horovod")):
+        raise ConfigurationError(
+            "--mpi prints a job of Kubeflow, whose ranks use horovod.",
+            f"--mpi{f' --ps {args.ps}' if args.ps else ''} --backend {args.backend}",
+            "Write `--kubeflow --mpi --workers 4`, or leave out --mpi.",
         )
     options = (("workers", 1), ("ps", 1), ("gpus", 0), ("max_restarts", 0), ("grace", 1), ("num_processes", 1))
     for option, least in options:

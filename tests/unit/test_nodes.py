@@ -451,3 +451,27 @@ def test_kubeflow_has_a_tf_job_for_parameter_servers(capsys: pytest.CaptureFixtu
         kubernetes_validate.validate(pod, LATEST, strict=True)
         (container,) = pod["spec"]["containers"]
         assert (container["name"], container["env"], container["command"]) == ("tensorflow", [], ["python", "train.py"])
+
+
+def test_kubeflow_has_an_mpi_job(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--name", "digits", "--workers", "2", "--gpus", "4", "--max-restarts", "3", "--claim", "data:/data"]
+    text, (policy, job) = printed(capsys, *options, "--kubeflow", "--mpi", "train.py", "--epochs", "3")
+    assert "kubectl logs -f job/digits-launcher" in text
+    assert (job["apiVersion"], job["kind"], job["spec"]["slotsPerWorker"]) == ("kubeflow.org/v2beta1", "MPIJob", 4)
+    assert job["spec"]["runPolicy"] == {"cleanPodPolicy": "Running", "backoffLimit": 3}
+    replicas = job["spec"]["mpiReplicaSpecs"]
+    assert {kind: each["replicas"] for kind, each in replicas.items()} == {"Launcher": 1, "Worker": 2}
+    pods = {kind: each["template"] for kind, each in replicas.items()}
+    for pod in pods.values():
+        assert pod["metadata"]["labels"] == policy["spec"]["podSelector"]["matchLabels"]
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "spec": pod["spec"]}
+        kubernetes_validate.validate(pod, LATEST, strict=True)
+        assert pod["spec"]["containers"][0]["volumeMounts"][-1] == {"name": "claim-1", "mountPath": "/data"}
+    launcher, worker = (pods[kind]["spec"]["containers"][0] for kind in ("Launcher", "Worker"))
+    mpirun = "mpirun --allow-run-as-root --bind-to none -np 8 -x PATH python train.py --epochs 3"
+    assert launcher["command"] == mpirun.split()
+    assert (launcher["resources"], worker["resources"]["limits"]) == ({}, {"nvidia.com/gpu": 4})
+    assert "command" not in worker  # the operator's: sshd
+    remedy = r"(?s)Received: --mpi --backend multi_worker.*Write `--kubeflow --mpi --workers 4`"
+    assert main(["kube", "--image", "i", "--kubeflow", "--mpi", "--backend", "multi_worker", "train.py"]) == 2
+    assert re.search(remedy, capsys.readouterr().err)
