@@ -35,7 +35,7 @@ from tests.multiprocess.launches import (
 
 pytestmark = pytest.mark.timeout(300)
 
-# With an argument, rank 1 of the first start waits after step 7 to be killed.
+# With an argument, rank 1 of the first start waits after step 7: to be killed, or to be told to go.
 TRAIN = f"""
 import json, sys, time
 from pathlib import Path
@@ -46,7 +46,8 @@ class Wait(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if int(self.model.optimizer.iterations) == 7 and kd.rank() == 1 and not (here / "waits").exists():
             (here / "waits").touch()
-            time.sleep(600)
+            while not (here / "go").exists():
+                time.sleep(0.1)
 
 callbacks = [kd.callbacks.Commit(sys.argv[1], every=2), *[Wait() for _ in sys.argv[2:]]]
 history = model.fit(x, y, batch_size=16, epochs=4, verbose=0, callbacks=callbacks).history
@@ -59,6 +60,36 @@ NAMED = ("sh", "-c", 'hostname "$0" && exec "$@"')
 NAMELESS_SECONDS = 5.0
 
 
+def started(host: str, name: str, command: list[str], variables: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """Starts the container of a pod on a host."""
+    environ = {**os.environ, **QUIET, **variables, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            ["ip", "netns", "exec", host, *APART, *NAMED, name, *command],
+            env=environ, cwd=log.parent, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+        )  # fmt: skip
+
+
+def first_process(process: subprocess.Popen[bytes]) -> int:
+    """Returns the process 1 of a container."""
+    (first,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return int(first)
+
+
+def set_address(host: str, address: str) -> None:
+    ip("-n", host, "addr", "flush", "dev", "eth0")
+    ip("-n", host, "addr", "add", f"{address}/24", "dev", "eth0")
+
+
+def set_names(hosts: list[str], names: dict[str, str]) -> None:
+    """Makes names lead to addresses."""
+    text = "127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in names.items())
+    for host in hosts:
+        file = NETNS / host / "hosts"
+        if file.read_text() != text:
+            file.write_text(text)  # in place: it is mounted
+
+
 @dataclasses.dataclass
 class Pod:
     job: dict[str, Any]
@@ -69,8 +100,7 @@ class Pod:
 
     def kill(self) -> None:
         """Kills its process 1."""
-        (first,) = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        os.kill(int(first), 9)
+        os.kill(first_process(self.process), 9)
 
 
 class Kubernetes:
@@ -122,16 +152,9 @@ class Kubernetes:
         (container,) = pod["containers"]
         assert pod["subdomain"] == self._service
         self._address_of[name] = address = next(self._addresses)
-        ip("-n", host, "addr", "flush", "dev", "eth0")
-        ip("-n", host, "addr", "add", f"{address}/24", "dev", "eth0")
-        environ = {**os.environ, **QUIET, **self._variables(container, index)}
-        environ["PATH"] = f"{Path(sys.executable).parent}:{environ['PATH']}"
+        set_address(host, address)
         self.logs.append(self._folder / f"{name}.{next(self._number)}.log")
-        with self.logs[-1].open("wb") as log:
-            process = subprocess.Popen(
-                ["ip", "netns", "exec", host, *APART, *NAMED, name, *container["command"]],
-                env=environ, cwd=self._folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            )  # fmt: skip
+        process = started(host, name, container["command"], self._variables(container, index), self.logs[-1])
         return Pod(job, index, host, process, self.logs[-1])
 
     def _variables(self, container: dict[str, Any], index: int) -> dict[str, str]:
@@ -153,12 +176,7 @@ class Kubernetes:
         are_waited_for = all(b" waits " in pod.log.read_bytes() for pod in self.pods)
         if not (are_waited_for if self._secrets else time.monotonic() > self._started + NAMELESS_SECONDS):
             return
-        names = "".join(f"{address} {name}.{self._service}\n" for name, address in self._address_of.items())
-        text = f"127.0.0.1 localhost\n{names}"
-        for host in self._hosts:
-            file = NETNS / host / "hosts"
-            if file.read_text() != text:
-                file.write_text(text)  # in place: it is mounted
+        set_names(self._hosts, {f"{name}.{self._service}": address for name, address in self._address_of.items()})
 
     def _record(self, pod: Pod) -> None:
         """Counts the failure of a pod, unless the policy says otherwise, and fails with its Job."""
