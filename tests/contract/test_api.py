@@ -1,5 +1,7 @@
 """The small public functions, refusals, and errors that stop a run."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 from collections.abc import Callable

@@ -1,5 +1,7 @@
 """Keras's callbacks work unchanged: every rank takes the same decisions, and files are written once."""
 
+from __future__ import annotations
+
 import contextlib
 import csv
 import io

@@ -1,5 +1,7 @@
 """`exact=True`: random layers and BatchNormalization compute what one process computes."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Sources of data: files, generators, PyDatasets, tensors of every kind."""
 
+from __future__ import annotations
+
 import itertools
 import math
 import multiprocessing

@@ -1,5 +1,7 @@
 """Data read by the chief, sharded data, streams that differ between ranks, and which rank maps which examples."""
 
+from __future__ import annotations
+
 import functools
 import os
 import time

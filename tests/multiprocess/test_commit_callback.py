@@ -1,5 +1,7 @@
 """`kd.callbacks.Commit`: what it refuses, what it says, and what a run that resumes may change."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import os

@@ -1,5 +1,7 @@
 """Parameter servers: the numbers of one process; asynchronous steps, whoever is faster; standing clusters."""
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import itertools

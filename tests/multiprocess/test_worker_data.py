@@ -1,7 +1,10 @@
 """Data that workers read: each example once, by whom; the numbers of one process; what is refused."""
 
+from __future__ import annotations
+
 import contextlib
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -9,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 import keras_dist as kd
+from keras_dist.backends.parameter_server import engine
 from keras_dist.testing import WorkerError, WorkerPool
 from tests.multiprocess.test_parameter_server import assert_same_numbers, in_mode
 
@@ -144,6 +148,32 @@ def test_a_callback_stops_after_an_execution(pool: WorkerPool) -> None:
     ((steps, examples),) = pool.run(stopped, timeout=SECONDS)
     assert 4 <= steps <= 4 + 2 * 4
     assert 4 * steps - 4 <= examples <= 4 * steps  # the last batch of a part is of 2
+
+
+def test_short_steps_are_put_into_one_call_unless_a_callback_looks_at_them(pool: WorkerPool) -> None:
+    def counts() -> dict[str, list[int]]:
+        """Returns the number of steps of each call."""
+
+        class Look(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+                pass
+
+        found, begin = {}, engine.AsyncEngine._begin
+        for name, seconds, callbacks in (("short", 1e9, []), ("long", 0.0, []), ("looked at", 1e9, [Look()])):
+            with (
+                in_mode("async"), mock.patch.object(engine, "CALL_SECONDS", seconds),
+                mock.patch.object(engine.AsyncEngine, "_begin", autospec=True, side_effect=begin) as begun,
+            ):  # fmt: skip
+                model, _ = counting_model(kd.distribute)
+                data = kd.shard(lambda context: own_part(context).repeat())
+                model.fit(data, steps_per_epoch=30, callbacks=callbacks, verbose=0)
+                assert int(model.optimizer.iterations) == 30
+            found[name] = [call.args[2].count for call in begun.call_args_list]
+        return found
+
+    (found,) = pool.run(counts, timeout=SECONDS)
+    assert found["short"] == [1] * 4 + [8, 8, 8, 2]  # the time of a step is known after the first call
+    assert found["long"] == found["looked at"] == [1] * 30
 
 
 def test_steps_of_one_call_have_the_numbers_of_one_process(pool: WorkerPool) -> None:

@@ -34,7 +34,7 @@ from keras_dist.step.optimizer import build_optimizer, parts_of, variable_of, va
 from keras_dist.training.call import Call
 from keras_dist.training.loop import Loop, ReplicaLoop
 from keras_dist.training.model import ReplicaModel
-from keras_dist.training.options import Options
+from keras_dist.training.options import Options, act_between_batches
 from keras_dist.training.trial import FirstRows, batch_of_shares, descending, state_of
 
 _SMALL = 2**24  # numbers of a variable
@@ -77,7 +77,8 @@ class CoordinatorModel(ReplicaModel):
 
     @contextlib.contextmanager
     def _running(self, call: Call) -> Iterator[None]:
-        with super()._running(call), keras_fit.epoch_iterators(self._exchange):
+        together = not act_between_batches(call.get("callbacks"))
+        with super()._running(call), keras_fit.epoch_iterators(functools.partial(self._exchange, together)):
             for argument in ("x", "validation_data"):
                 given = call.get(argument)
                 if not isinstance(given, shards.DatasetFunction):
@@ -98,13 +99,13 @@ class CoordinatorModel(ReplicaModel):
             finally:
                 self._drain()
 
-    def _exchange(self, epoch_iterator: Any) -> None:
+    def _exchange(self, together: bool, epoch_iterator: Any) -> None:
         """Makes Keras iterate over the data that workers read, where it was given a stand-in."""
         on_workers = shards.stood_for(keras_fit.distributed_dataset(epoch_iterator))
         if on_workers is not None:
             per_epoch, at_once = epoch_iterator.steps_per_epoch, epoch_iterator.steps_per_execution
             limit = per_epoch and -(-per_epoch // at_once) * at_once
-            keras_fit.set_dataset(epoch_iterator, shards.Pass(on_workers, limit))
+            keras_fit.set_dataset(epoch_iterator, shards.Pass(on_workers, limit, together))
         # At the end of an epoch Keras waits for all devices, and would meet the error of a worker that was lost.
         attach(epoch_iterator, "tf_sync", self._drain)
 

@@ -81,6 +81,7 @@ class Job:
     batch: ShardBatch | None = None  # that the worker reads itself, the function's first argument
     attempts: int = 0  # how often it has failed
     started: float = 0.0  # when it was started
+    seconds: float = 0.0  # that it took
     runs: int = 0  # how often
     view: int = 0  # of the cluster, when it was started
     done: bool = False
@@ -230,6 +231,7 @@ class Workers:
         with self._changing():
             if not self._free(index, job):
                 return False
+            job.seconds = time.monotonic() - job.started
             job.value, job.error, job.done = value, error, True
             return True
 

@@ -25,6 +25,8 @@ from keras_dist.training.distributed import DistributedModel
 from keras_dist.training.trial import as_tensors, batch_of_shares
 
 AHEAD = 2  # calls for each worker that wait or run, so that none is idle
+# Steps that are put into one asynchronous call, if no callback acts between them: more would gain little.
+TOGETHER, CALL_SECONDS = 8, 0.1
 
 
 class Batch(NamedTuple):
@@ -310,6 +312,7 @@ class AsyncEngine(SyncEngine):
         # What makes steps, first to last: "train" or "test", and what the workers read.
         self._under_way: dict[Job, tuple[str, Pass | None]] = {}
         self._logs: Logs = {}
+        self._seconds: dict[str, float] = {}  # of the last step of each kind
 
     def _train_step(self, iterator: Any) -> Logs:
         """Begins a step, and counts those that are done. On a `Pass` it waits until one is."""
@@ -346,14 +349,15 @@ class AsyncEngine(SyncEngine):
         self._begun += steps
         return [shifted_seeds(seeds, begun + step + 1) for step in range(steps)]
 
-    def _begin(self, kind: str, batch: ShardBatch, spec: Any) -> Job:
+    def _begin(self, kind: str, batch: ShardBatch, data: Pass) -> Job:
         """Lets a worker make steps on batches that it reads, each with its random states."""
+        spec = data.element_spec
         trains, functions = kind == "train", self._functions
         function = functions.train_whole if trains else functions.test_whole
         seeds = self._next_seeds(batch.count) if trains else [functions.seeds()] * batch.count
         if self._model.run_eagerly:
             return self._submit(function, batch, (seeds[0],), spec)
-        together = self._most > 1
+        together = data.together or self._per_execution > 1
         key = function, str(spec), together
         if key not in self._traced:
             types = (tf.nest.map_structure(type_of, seeds[0]),)
@@ -368,8 +372,8 @@ class AsyncEngine(SyncEngine):
         data.asked += 1
         while data.done < data.asked:
             begun = [job.batch for job in self._under_way if job.batch is not None]
-            while (batch := data.next_batch(self._most, AHEAD, self._window, begun)) is not None:
-                self._under_way[self._begin(kind, batch, data.element_spec)] = kind, data
+            while (batch := data.next_batch(self._most(kind, data), AHEAD, self._window, begun)) is not None:
+                self._under_way[self._begin(kind, batch, data)] = kind, data
                 begun.append(batch)
             if not begun:
                 data.asked = data.done
@@ -377,11 +381,17 @@ class AsyncEngine(SyncEngine):
             self._count_next()
         return self._logs
 
-    @property
-    def _most(self) -> int:
-        """How many steps a call may have: all workers together make an execution."""
-        steps = 1 if self._model.run_eagerly else -(-self._model.steps_per_execution // self._size)
+    def _most(self, kind: str, data: Pass) -> int:
+        """How many steps a call may have."""
+        steps = self._per_execution
+        if data.together and kind in self._seconds and not self._model.run_eagerly:
+            steps = max(steps, min(TOGETHER, int(CALL_SECONDS / self._seconds[kind])))
         return steps if self._window is None else min(steps, max(1, self._window // self._size))
+
+    @property
+    def _per_execution(self) -> int:
+        """How many steps a worker makes, so that all together make an execution."""
+        return 1 if self._model.run_eagerly else -(-self._model.steps_per_execution // self._size)
 
     def _count_next(self) -> None:
         """Waits until a call has ended, the first one if staleness is bounded, and counts its steps."""
@@ -395,5 +405,6 @@ class AsyncEngine(SyncEngine):
         if data is not None and job.batch is not None:
             job.batch.shard.has_ended |= output.has_ended
             data.done += output.steps
+            self._seconds[kind] = job.seconds / max(1, output.steps)
         if output.outputs is not None:
             self._logs = self._functions.count(kind, [output.outputs])

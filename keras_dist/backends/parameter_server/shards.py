@@ -471,11 +471,14 @@ class _OpenShard:
 class Pass:
     """Data that workers read, where Keras was given a stand-in; and one pass over them.
 
-    An epoch has `limit` steps, or lasts as long as there are data.
+    An epoch has `limit` steps, or lasts as long as there are data. Steps may be put `together` into one call.
     """
 
-    def __init__(self, source: DatasetFunction, limit: int | None, shards: Sequence[Shard] = ()) -> None:
+    def __init__(
+        self, source: DatasetFunction, limit: int | None, together: bool, shards: Sequence[Shard] = ()
+    ) -> None:
         self.element_spec = source.element_spec
+        self.together = together
         self.reads: dict[ShardBatch, Any] = {}  # calls that read the batches of the next synchronous step
         self.asked = 0  # asynchronous steps that Keras has asked for
         self.done = 0  # those that were made
@@ -483,7 +486,7 @@ class Pass:
         self._turn = 0
 
     def __iter__(self) -> Pass:
-        return Pass(self._source, self._limit, self._source.shards())
+        return Pass(self._source, self._limit, self.together, self._source.shards())
 
     def __next__(self) -> Any:
         raise not_read_here()  # the engine takes steps, not batches
