@@ -80,6 +80,10 @@ test-machine: $(HOROVOD) ## Install the wheel on a bare Debian, build the CPU im
 test-slurm: $(HOROVOD) ## Run under a real Slurm of two hosts; as root, after apt-get install slurmctld slurmd munge
 	$(BIN)/python -m pytest -n 0 -m "" tests/multiprocess/test_slurm.py $(ARGS)
 
+.PHONY: test-kubernetes
+test-kubernetes: $(HOROVOD) ## Run what `keras-dist kube` prints under Kubernetes' control plane, if its programs are on PATH; as root
+	$(BIN)/python -m pytest -n 0 -m "" tests/multiprocess/test_kubernetes.py $(ARGS)
+
 # Faults happen at random moments: once is no proof. SEED, which a failure prints, repeats a round.
 N ?= 20
 SEED ?=

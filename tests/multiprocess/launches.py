@@ -139,11 +139,11 @@ def last_line(text: str) -> str:
     return text.rstrip("\n").split("\n")[-1]
 
 
-def until(condition: Callable[[], bool], seconds: float = START_SECONDS) -> None:
+def until(condition: Callable[[], bool], seconds: float = START_SECONDS, every: float = 0.01) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "the condition has not come true"
-        time.sleep(0.01)
+        time.sleep(every)
 
 
 def wait_for(folder: Path, *names: str) -> None:

@@ -226,6 +226,27 @@ def test_two_hosts_have_the_numbers_of_one_process(
 
 @pytest.mark.full
 @pytest.mark.parametrize("backend", ["horovod", "multi_worker"])
+def test_ranks_talk_over_the_interface_that_is_named(
+    launch: Start, hosts: Hosts, weights_of_one_process: Any, backend: str
+) -> None:
+    """The launchers meet on the other one."""
+    ip("-n", NAMES[0], "link", "add", "fast", "type", "veth", "peer", "name", "fast", "netns", NAMES[1])
+    try:
+        for number, name in enumerate(NAMES, 1):
+            ip("-n", name, "addr", "add", f"10.78.0.{number}/24", "dev", "fast")
+            ip("-n", name, "link", "set", "fast", "up")
+        started = launch("nodes", TRAIN, "--backend", backend, "--interface", "fast")
+        (code, out, err), *others = finish(*started, seconds=200)
+        received = output_of(*inside(NAMES[1], "cat", "/sys/class/net/fast/statistics/rx_bytes"))
+    finally:
+        ip("-n", NAMES[0], "link", "del", "fast")
+    assert (code, [other[0] for other in others]) == (0, [0]), (out, err, others)
+    assert_close(found(out)[1], weights_of_one_process)
+    assert int(received) > 20_000  # a connection that sends nothing needs some hundreds
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["horovod", "multi_worker"])
 def test_four_hosts_have_the_numbers_of_one_process(
     commands: Commands, weights_of_one_process: Any, tmp_path: Path, backend: str
 ) -> None:

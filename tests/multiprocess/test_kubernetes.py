@@ -141,7 +141,7 @@ class Nodes:
             assert not any("Failed" in each for each in conditions), self.logs
             return all("Complete" in each for each in conditions)
 
-        until(are_complete, RUN_SECONDS)
+        until(are_complete, RUN_SECONDS, every=0.5)  # the server works for each question
         return jobs
 
     @property
@@ -160,6 +160,8 @@ class Nodes:
         for pod in self.pods.values():
             pod.process.kill()
             pod.process.wait()
+        for path in (self._jobs, self._pods):  # after a failure they would keep their nodes
+            self._control.ask("DELETE", path, {"gracePeriodSeconds": 0, "propagationPolicy": "Background"})
 
     def _items(self, path: str) -> list[Any]:
         return list(self._control.ask("GET", path)["items"])
