@@ -16,10 +16,16 @@ from tests.results import Line, check_same, environment, environment_of, parse_s
 ROOT = Path(__file__).resolve().parents[1]
 TIERS = {"test": "not ci and not full", "ci": "not full", "full": "ci or full or not full"}
 BUDGET_SECONDS = 600.0  # of `make test`, on two cores
-TIMED = "tests/multiprocess"  # where the tests stand that are marked `timed`: to collect all others takes seconds
 # More failures than this are no noise.
 MOST_UNSTABLE = 20
 _NONE_COLLECTED = 5
+
+
+def is_timed(file: Path) -> bool:
+    return "pytest.mark.timed" in file.read_text()
+
+
+TIMED_FILES = [*filter(is_timed, sorted((ROOT / "tests/multiprocess").glob("test_*.py")))]  # they need no TensorFlow
 
 
 @dataclasses.dataclass
@@ -35,15 +41,21 @@ class Suite:
         """Runs all phases and returns the exit code."""
         beside = self._phase("side by side", "-n", jobs, "-m", f"({expression}) and not timed", "--cache-clear")
         codes = [beside]
-        if beside in (0, 1, _NONE_COLLECTED) and not (beside == 1 and self._stops_early()):
-            timed = f"({expression}) and timed"
+        if beside in (0, 1, _NONE_COLLECTED) and not (beside == 1 and self._stops_early()) and self._has_timed():
+            timed, files = f"({expression}) and timed", " ".join(map(str, TIMED_FILES))
             pairs = "0" if jobs == "0" else "2"  # they wait more than they compute
-            codes.append(self._phase("two at a time", "-n", pairs, "-m", timed, "-o", f"testpaths={TIMED}"))
+            codes.append(self._phase("two at a time", "-n", pairs, "-m", timed, "-o", f"testpaths={files}"))
         if not set(codes) <= {0, 1, _NONE_COLLECTED}:
             return max(codes)
         if all(code == _NONE_COLLECTED for code in codes):
             return 0 if read(self.folder) else _NONE_COLLECTED
         return self._again(expression) if 1 in codes else 0
+
+    def _has_timed(self) -> bool:
+        """False if files are named that have no timed test: to collect them again would take seconds."""
+        named = [Path(argument.partition("::")[0]) for argument in self.arguments]
+        files = [path for path in named if path.is_file()]
+        return not files or any(path.is_dir() for path in named) or any(map(is_timed, files))
 
     def _again(self, expression: str) -> int:
         failed = {line["test"]: line["message"] for line in read(self.folder) if line["outcome"] == "failed"}

@@ -91,5 +91,4 @@ def test_a_test_that_passes_once_more_is_unstable_and_one_that_fails_again_fails
 
 
 def test_what_is_timed_stands_where_the_suite_looks() -> None:
-    files = {path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.timed" in path.read_text()}
-    assert {path.parent for path in files - {Path(__file__)}} == {ROOT / suite.TIMED}
+    assert {*filter(suite.is_timed, (ROOT / "tests").rglob("test_*.py"))} - {Path(__file__)} == {*suite.TIMED_FILES}
