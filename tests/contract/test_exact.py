@@ -221,7 +221,7 @@ def dropped() -> list[layers.Layer]:
     return [layers.Dropout(0.3, seed=3), layers.Dense(4, "tanh"), layers.BatchNormalization()]
 
 
-contract("exact-run-eagerly", covered_by=("exact-random-functions", "exact-batchnorm", "fit-run-eagerly"))(
+contract("exact-run-eagerly", covered_by=("exact-random-functions", "exact-batchnorm", "fit-embedding-eagerly"))(
     lambda distribute: trained(distribute, dropped(), (FEATURES,), run_eagerly=True)
 )
 

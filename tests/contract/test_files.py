@@ -40,7 +40,7 @@ def config_of(path: str) -> str:
     return re.sub(r'(?<="shared_object_id": )\d+', lambda match: ids.setdefault(match[0], str(len(ids))), text)
 
 
-@contract("save", sizes=(3,), also=("serial-1", "mirrored-2", "parameter_server-2", "tpu-1"))
+@contract("save", sizes=(3,), also=("mirrored-2", "parameter_server-2", "tpu-1"))
 def test_save(distribute: Any) -> Numbers:
     model = compiled(distribute, keras.optimizers.Adam(0.01, clipnorm=1.0), metrics=["mae"])
     result = fitted(model, *numbers())
@@ -284,7 +284,7 @@ contract("commit-pydataset")(
 )  # fmt: skip
 
 
-@contract("commit-stopped-early", also=("serial-1", "mirrored-2", "parameter_server-2"))
+@contract("commit-stopped-early", also=("mirrored-2", "parameter_server-2"))
 def test_commit_stopped_early(distribute: Any) -> Numbers:
     def fit(callbacks: list[Any]) -> Numbers:
         stopping = keras.callbacks.EarlyStopping("loss", patience=1, min_delta=10.0, restore_best_weights=True)

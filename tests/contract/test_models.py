@@ -45,7 +45,7 @@ class Unregistered(Linear):
         return {}
 
 
-@contract("fit-subclassed-unregistered", covered_by=("fit-subclassed",))
+@contract("fit-subclassed-unregistered", covered_by=("fit-own-train-step",))
 def test_subclassed_unregistered(distribute: Distribute) -> Numbers:
     model = compiled(distribute, keras.optimizers.Adam(0.01), model=Unregistered())
     result = fitted(model, *numbers(), validation_data=numbers(9))

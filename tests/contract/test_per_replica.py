@@ -114,7 +114,7 @@ add("per-replica-numpy", by_arrays, sizes=(3, 4))
 add("per-replica-steps-per-execution", functools.partial(by_arrays, steps_per_execution=2), **COVERED)
 add("per-replica-tf", by_tf, sizes=(3, 4), **COVERED)
 add("per-replica-ragged", by_ragged, **COVERED)
-add("per-replica-small", by_one_batch, sizes=(3,))
+add("per-replica-small", by_one_batch, sizes=(3,), **COVERED)
 add("per-replica-validation", validated, sizes=(3,), **COVERED)
 
 

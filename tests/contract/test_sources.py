@@ -359,7 +359,7 @@ def test_scipy_sparse(distribute: Any) -> Numbers:
     return fitted(model, scipy.sparse.csr_matrix(thinned()), numbers()[1], batch_size=BATCH, shuffle=False)
 
 
-@contract("data-without-targets", covered_by=("data-numpy", "predict"))
+@contract("data-without-targets", covered_by=("fit-float64", "predict"))
 def test_without_targets(distribute: Any) -> Numbers:
     class ToItself(keras.layers.Layer):
         def call(self, x: Any) -> Any:

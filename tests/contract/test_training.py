@@ -174,7 +174,9 @@ class Subclassed(keras.Model):
         return self.second(self.first(x))
 
 
-contract("fit-subclassed")(lambda distribute: fitted(compiled(distribute, model=Subclassed()), *numbers()))
+contract("fit-subclassed", covered_by=("fit-own-train-step",))(
+    lambda distribute: fitted(compiled(distribute, model=Subclassed()), *numbers())
+)
 
 
 class OwnStep(GuideStep):
@@ -323,10 +325,7 @@ def synchronized_model() -> keras.Model:
     return stack(layers.Dense(5), normalize[0], layers.Dense(4), normalize[1], layers.Dense(1))
 
 
-@contract(
-    "fit-batchnorm-synchronized", sizes=(3,), also=("mirrored-2", "parameter_server-2"),
-    covered_by=("exact-batchnorm", "fit-batchnorm"),
-)  # fmt: skip
+@contract("fit-batchnorm-synchronized", sizes=(3,), also=("mirrored-2",), covered_by=("exact-batchnorm",))
 def test_batchnorm_synchronized(distribute: Any) -> Numbers:
     """Normalized over the whole batch: the same numbers as in one process, also with an empty share."""
 
@@ -357,7 +356,7 @@ contract("fit-spectral-normalization", covered_by=("fit-layer-state", "exact-bat
 
 # --- Execution ---
 
-contract("fit-run-eagerly", sizes=(3,))(
+contract("fit-run-eagerly", sizes=(3,), covered_by=("fit-embedding-eagerly", "metrics-in-python"))(
     lambda distribute: fitted(
         compiled(distribute, run_eagerly=True, metrics=["mae"]), *numbers(), validation_data=numbers(9)
     )
@@ -370,7 +369,7 @@ contract("fit-steps-per-execution-not-dividing", also=("parameter_server-2",))(
         compiled(distribute, steps_per_execution=4), dataset(batch=4), validation_data=dataset(13, 2)
     )
 )
-contract("fit-steps-per-execution-eagerly", covered_by=("fit-run-eagerly",))(
+contract("fit-steps-per-execution-eagerly", covered_by=("fit-embedding-eagerly", "metrics-in-python"))(
     lambda distribute: used(compiled(distribute, run_eagerly=True, steps_per_execution=3, metrics=["mae"]), dataset())
 )
 
@@ -391,7 +390,7 @@ def test_tuned(distribute: Any) -> Numbers:
 # --- `evaluate`, `predict` and single batches ---
 
 
-@contract("evaluate", sizes=(3, 4), also=("serial-1", "parameter_server-2", "tpu-8"))
+@contract("evaluate", sizes=(3, 4), also=("parameter_server-2", "tpu-8"))
 def test_evaluate(distribute: Any) -> Numbers:
     model = compiled(distribute, metrics=["mae"])
     return {

@@ -243,7 +243,7 @@ def fails(distribute: Any, model: Any, text: str, verify: Any = True, step: str 
     return refused(kd.MismatchError, f"(?s)verify: {step} of fit.*{text}", lambda: fitted(model, *numbers(COUNT)))
 
 
-contract("verify-finds-sum", also=("mirrored-2", "parameter_server-2"))(
+contract("verify-finds-sum", also=("parameter_server-2",))(
     lambda distribute: fails(
         distribute, Step("sum"), "the gradient of .*dense.*, about .* times.*Likely cause: a sum over the ex"
     )
@@ -251,7 +251,7 @@ contract("verify-finds-sum", also=("mirrored-2", "parameter_server-2"))(
 contract("verify-finds-coupled-loss", covered_by=("verify-finds-sum",))(
     lambda distribute: fails(distribute, Step("coupled"), "the gradient of .*dense.*a loss that compares examples")
 )
-contract("verify-finds-clipping")(
+contract("verify-finds-clipping", covered_by=("verify-by-default-finds",))(
     lambda distribute: fails(distribute, Step("clipping"), r"the gradient of .*dense.*clips.*at test_verify\.py:\d+")
 )
 
@@ -276,7 +276,7 @@ def over_batch(x: Any) -> Any:
     return keras.ops.softmax(x, axis=0)
 
 
-@contract("verify-by-default-functions", also=("mirrored-2",), of=CHECKED)
+@contract("verify-by-default-functions", of=CHECKED)
 def test_by_default_finds_functions(distribute: Any) -> Numbers:
     """Functions that Keras's own layers call, and Keras's operations between them."""
     x = keras.Input([FEATURES])
@@ -335,7 +335,7 @@ class Constant(layers.Layer):
         return x * (1.0 + kd.rank())
 
 
-contract("verify-finds-constant", of=OF_RANKS, covered_by=("verify-finds-clipping", "stops-different-weights"))(
+contract("verify-finds-constant", of=OF_RANKS, covered_by=("verify-finds-noise", "stops-different-weights"))(
     lambda distribute: fails(
         distribute, stack(Constant(), layers.Dense(1)), "the ranks compute with different constants or weights"
     )
