@@ -37,7 +37,7 @@ ON_DISK = ("full", "read-only", "deleted")  # happen to the chief, the only one 
 # What `make test` runs, and what CI adds: a job of each launcher.
 USUAL = (("run-horovod", "kill"),)
 CI = (
-    ("run-horovod", "stop"), ("run-horovod", "full"), ("run-multi-worker", "stop"), ("run-parameter-server", "kill"),
+    ("run-horovod", "stop"), ("run-multi-worker", "stop"), ("run-parameter-server", "kill"),
     ("horovodrun", "exit"), ("tf-config", "data"), ("one-process", "read-only"),
 )  # fmt: skip
 

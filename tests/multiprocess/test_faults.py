@@ -214,7 +214,7 @@ model.fit(data, steps_per_epoch=20, epochs=10, verbose=0, callbacks=[Ends()])
 """
 
 
-@pytest.mark.parametrize(("how", "code"), [("error", 1), ("exit", 3)])
+@pytest.mark.parametrize(("how", "code"), [("error", 1), pytest.param("exit", 3, marks=FULL)])
 @pytest.mark.parametrize("backend", ["serial", pytest.param("mirrored", marks=FULL)])
 def test_a_process_that_fails_ends(backend: str, how: str, code: int) -> None:
     done = run(sys.executable, "-c", SLOW_GENERATOR, backend, how, seconds=120)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from keras_dist.launcher.nodes import free_ports
+from tests.forks import ForkServer
 from tests.limits import limit
 from tests.multiprocess.launches import (
     ADDRESSES,
@@ -38,7 +39,6 @@ from tests.multiprocess.launches import (
     inside,
     ip,
     last_line,
-    output_of,
     processes_of,
     until,
     wait_for,
@@ -189,8 +189,8 @@ def launch(
 
 
 @pytest.fixture(scope="module")
-def weights_of_one_process() -> Any:
-    return found(output_of(sys.executable, "-c", TRAIN))[1]
+def weights_of_one_process(forks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return found(forks.run(TRAIN, tmp_path_factory.mktemp("one")).stdout)[1]
 
 
 BACKENDS = {

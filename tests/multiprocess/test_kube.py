@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.forks import ForkServer
 from tests.multiprocess.launches import (
     KERAS_DIST,
     NETNS,
@@ -227,10 +228,10 @@ def undisturbed(folder: Path, *command: str) -> Any:
 
 
 @pytest.mark.ci
-def test_a_job_of_two_pods_has_the_numbers_of_one_process(apply: Apply, tmp_path: Path) -> None:
+def test_a_job_of_two_pods_has_the_numbers_of_one_process(apply: Apply, forks: ForkServer, tmp_path: Path) -> None:
     cluster = apply("--workers", "2")
     cluster.run()
-    assert_close(found_by(cluster), undisturbed(tmp_path, sys.executable))
+    assert_close(found_by(cluster), found(forks.run(TRAIN, tmp_path, str(tmp_path / "elsewhere")).stdout))
 
 
 @pytest.mark.full

@@ -81,7 +81,8 @@ def times_traced() -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("backend", "size", "times"), [("serial", 1, [2, 2]), ("horovod", 2, [1, 1]), ("mirrored", 2, [2, 4])]
+    ("backend", "size", "times"),
+    [("serial", 1, [2, 2]), ("horovod", 2, [1, 1]), pytest.param("mirrored", 2, [2, 4], marks=pytest.mark.full)],
 )
 def test_a_step_is_traced_once(pools: Any, backend: str, size: int, times: list[int]) -> None:
     """Plain Keras traces it twice, since the optimizer is built in the trace.

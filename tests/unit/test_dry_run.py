@@ -300,7 +300,7 @@ def two_layers() -> keras.Model:
     return keras.Sequential([Dense(8), keras.layers.BatchNormalization(), keras.layers.Dropout(0.1), Dense(10)])
 
 
-@pytest.mark.parametrize("cores", [8, 16])
+@pytest.mark.parametrize("cores", [pytest.param(8, marks=pytest.mark.full), 16])
 def test_a_step_over_many_cores(cores: int) -> None:
     """Each of the 6 gradients is reduced once, over all cores; Adam's and BatchNorm's state is TPUStrategy's."""
     strategy = tpu_emulation.emulated_strategy(cores)

@@ -64,7 +64,7 @@ def test_keras_compiles_the_whole_step() -> None:
     assert model.jit_compile is True
 
 
-@pytest.mark.parametrize("kind", ["SimpleRNN", "LSTM"])
+@pytest.mark.parametrize("kind", [pytest.param("SimpleRNN", marks=pytest.mark.full), "LSTM"])
 def test_xla_returns_no_list_of_a_loop(kind: str) -> None:
     """Once a compiled function with a loop has a gradient, `_with_loops` is not needed."""
     layer = getattr(keras.layers, kind)(2, dtype="float64")

@@ -336,7 +336,7 @@ def test_what_parameter_servers_are_told() -> None:
 # --- `keras-dist kube`: Kubernetes accepts the manifests, and launchers that get their variables meet ---
 
 LATEST = kubernetes_validate.latest_version()
-VERSIONS = (LATEST, *(pytest.param(version, marks=pytest.mark.ci) for version in ("1.31", "1.34")))  # read in seconds
+VERSIONS = (LATEST, pytest.param("1.31", marks=pytest.mark.ci), pytest.param("1.34", marks=pytest.mark.full))
 ALL = [
     "--name", "digits", "--namespace", "ml", "--workers", "4", "--gpus", "2", "--cpus", "500m", "--memory", "16Gi",
     "--claim", "data:/data", "--claim", "runs:/runs", "--backend", "horovod", "--max-restarts", "3", "--grace", "45",

@@ -119,7 +119,7 @@ def test_another_object_goes_on() -> None:
 @pytest.mark.parametrize(
     "optimizer",
     [
-        keras.optimizers.SGD(0.1),
+        pytest.param(keras.optimizers.SGD(0.1), marks=pytest.mark.full),
         pytest.param(keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True), marks=pytest.mark.full),
         keras.optimizers.Adam(0.1, amsgrad=True, use_ema=True, ema_momentum=0.9),
         pytest.param(keras.optimizers.Adagrad(0.1, gradient_accumulation_steps=2), marks=pytest.mark.full),

@@ -85,7 +85,7 @@ def choose(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(options, "number_for", lambda *times: number)
 
 
-@pytest.mark.parametrize("source", ["data", "data without end", "generator"])
+@pytest.mark.parametrize("source", ["data", pytest.param("data without end", marks=pytest.mark.full), "generator"])
 def test_steps_are_those_of_plain_keras(
     source: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -203,7 +203,7 @@ def test_the_fastest_way_is_kept_and_has_the_numbers_of_plain_keras(
     [
         (lambda: model_of(True), options.WAYS),
         (lambda: model_of(True, keras.layers.Dropout(0.1)), options.WAYS[:2]),
-        (lambda: model_of(True, Own()), options.WAYS[:2]),
+        pytest.param(lambda: model_of(True, Own()), options.WAYS[:2], marks=pytest.mark.full),
     ],
 )
 def test_xla_is_tried_where_the_numbers_stay_the_same(
