@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,33 @@ def from_list(batches: list[Any]) -> tf.data.Dataset:
     """Returns a dataset of batches of different sizes."""
     spec = tf.nest.map_structure(lambda array: tf.TensorSpec([None, *array.shape[1:]], array.dtype), batches[0])
     return tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=spec)
+
+
+def tfds_builder(
+    examples: Callable[[Any], Iterable[Mapping[str, Any]]], like: Mapping[str, np.ndarray], is_registered: bool = False
+) -> Any:
+    """Returns a builder of TFDS for `made_up`, whose examples may ask the download manager and are `like` this one."""
+    import tensorflow_datasets as tfds
+
+    class MadeUp(tfds.core.GeneratorBasedBuilder, skip_registration=not is_registered):
+        VERSION = tfds.core.Version("1.0.0")
+        pkg_dir_path = Path()
+
+        def _info(self) -> Any:
+            features = {name: tfds.features.Tensor(shape=each.shape, dtype=each.dtype) for name, each in like.items()}
+            keys = tuple(like) if len(like) == 2 else None
+            features = tfds.features.FeaturesDict(features)
+            return tfds.core.DatasetInfo(builder=self, features=features, supervised_keys=keys)
+
+        def _split_generators(self, dl_manager: Any) -> Any:
+            return {"train": self._generate_examples(examples(dl_manager))}
+
+        def _generate_examples(self, found: Any) -> Any:
+            yield from enumerate(found)
+
+    tfds.disable_progress_bar()
+    MadeUp.__module__ = "__main__"  # TFDS would look for metadata in its package
+    return MadeUp
 
 
 def tokens() -> tuple[np.ndarray, np.ndarray]:

@@ -14,7 +14,6 @@ from typing import Any
 
 import keras
 import numpy as np
-import scipy.sparse
 import tensorflow as tf
 
 import keras_dist as kd
@@ -355,6 +354,8 @@ def test_sparse_eagerly(distribute: Any) -> Numbers:
 
 @contract("data-scipy-sparse", covered_by=("data-ragged", "data-sparse"))
 def test_scipy_sparse(distribute: Any) -> Numbers:
+    import scipy.sparse
+
     model = compiled(distribute, keras.optimizers.Adam(0.01, clipnorm=0.1), model=sparse_model())
     return fitted(model, scipy.sparse.csr_matrix(thinned()), numbers()[1], batch_size=BATCH, shuffle=False)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from tests.contract.parts import (
     predictions,
     some,
     stack,
+    tfds_builder,
     used,
 )
 from tests.contract.test_api import refused
@@ -342,45 +342,18 @@ def test_differs_constants(distribute: Any) -> Numbers:
 # --- TensorFlow Datasets ---
 
 
-@functools.cache
-def builder_class() -> Any:
-    """Created once: TFDS registers each builder."""
-    import tensorflow_datasets as tfds
-
-    class ContractNumbers(tfds.core.GeneratorBasedBuilder):
-        VERSION = tfds.core.Version("1.0.0")
-        pkg_dir_path = Path()
-
-        def _info(self) -> Any:
-            features = {
-                "x": tfds.features.Tensor(shape=[FEATURES], dtype=np.float64),
-                "y": tfds.features.Tensor(shape=[1], dtype=np.float64),
-            }
-            return tfds.core.DatasetInfo(
-                builder=self, features=tfds.features.FeaturesDict(features), supervised_keys=("x", "y")
-            )
-
-        def _split_generators(self, dl_manager: Any) -> Any:
-            return {"train": self._generate_examples()}
-
-        def _generate_examples(self) -> Any:
-            for index, (x, y) in enumerate(zip(*numbers(), strict=True)):
-                yield index, {"x": x, "y": y}
-
-    tfds.disable_progress_bar()
-    ContractNumbers.__module__ = "__main__"  # TFDS would look for metadata in its package
-    return ContractNumbers
-
-
 def prepared() -> Any:
     """A dataset of `numbers` in four files, prepared by the chief."""
     import tensorflow_datasets as tfds
 
+    def rows(_: Any) -> list[dict[str, Any]]:
+        return [{"x": x, "y": y} for x, y in zip(*numbers(), strict=True)]
+
+    builder = tfds_builder(rows, rows(None)[0])
     if kd.is_chief():
-        config = tfds.download.DownloadConfig(num_shards=4)
-        builder_class()(data_dir="data").download_and_prepare(download_config=config)
+        builder(data_dir="data").download_and_prepare(download_config=tfds.download.DownloadConfig(num_shards=4))
     kd.barrier()
-    return builder_class()(data_dir="data")
+    return builder(data_dir="data")
 
 
 @contract("data-tfds", covered_by=("together-data",))

@@ -17,10 +17,10 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-import tensorflow_datasets as tfds
 
 import keras_dist as kd
 from keras_dist.testing import WorkerError, WorkerPool
+from tests.contract.parts import tfds_builder
 from tests.multiprocess.launches import QUIET
 from tests.multiprocess.servers import SECONDS, Files, until_waiting
 
@@ -168,36 +168,18 @@ def test_the_next_one_downloads_if_the_first_is_killed(tmp_path: Path) -> None:
 
 def prepare(url: str, folder: str) -> list[Any]:
     """A dataset of TFDS whose one file is downloaded. Each rank loads it as scripts do."""
-    tfds.disable_progress_bar()
+    import tensorflow_datasets as tfds
+
+    def rows(dl_manager: Any) -> list[dict[str, int]]:
+        return [{"x": int(line)} for line in dl_manager.download(f"{url}/numbers").read_text().split()]
+
     state = random.getstate()
-    numbers_class(url)
-    data, info = tfds.load("downloaded_numbers", split="train", data_dir=folder, with_info=True)
+    tfds_builder(rows, {"x": np.int64(0)}, is_registered=True)
+    data, info = tfds.load("made_up", split="train", data_dir=folder, with_info=True)
     return [
         [int(row["x"]) for row in data.as_numpy_iterator()], info.splits["train"].num_examples,
-        random.getstate() == state, sorted(os.listdir(Path(folder, "downloaded_numbers"))),
+        random.getstate() == state, sorted(os.listdir(Path(folder, "made_up"))),
     ]  # fmt: skip
-
-
-@functools.cache
-def numbers_class(url: str) -> Any:
-    """Created once: TFDS registers each builder."""
-
-    class DownloadedNumbers(tfds.core.GeneratorBasedBuilder):
-        VERSION = tfds.core.Version("1.0.0")
-        pkg_dir_path = Path()
-
-        def _info(self) -> Any:
-            return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict({"x": np.int64}))
-
-        def _split_generators(self, dl_manager: Any) -> Any:
-            return {"train": self._generate_examples(dl_manager.download(f"{url}/numbers"))}
-
-        def _generate_examples(self, path: Any) -> Any:
-            for index, line in enumerate(path.read_text().split()):
-                yield index, {"x": int(line)}
-
-    DownloadedNumbers.__module__ = "__main__"  # TFDS would look for metadata in its package
-    return DownloadedNumbers
 
 
 def test_one_rank_prepares_a_dataset_of_tfds(ranks: WorkerPool, tmp_path: Path) -> None:

@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import nbclient
-import nbformat
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -391,6 +389,9 @@ def standing(commands: Commands, tmp_path: Path) -> subprocess.Popen[str]:
 
 def run_notebook(folder: Path) -> list[list[float]]:
     """Trains both models in a kernel of its own, and one that prints on the workers; returns the losses of the two."""
+    import nbclient
+    import nbformat
+
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in (START, *MODELS, TELL)])
     nbclient.NotebookClient(notebook, timeout=SECONDS, resources={"metadata": {"path": str(folder)}}).execute()
     losses = []

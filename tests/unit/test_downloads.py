@@ -6,15 +6,16 @@ import random
 import re
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
-import tensorflow_datasets as tfds
 
 from keras_dist.state import checkpoint
+from tests.contract.parts import tfds_builder
 from tests.multiprocess.servers import SECONDS, Files, until_waiting
 
 KERAS = Path(keras.__file__).parent
@@ -53,34 +54,21 @@ def test_all_downloads_of_keras_go_through_one_function() -> None:
 
 
 def builder(folder: Path, while_writing: Any = lambda: None) -> Any:
-    class Ones(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-        VERSION = tfds.core.Version("1.0.0")
-        pkg_dir_path = Path()
+    def rows(_: Any) -> Iterator[dict[str, int]]:
+        while_writing()
+        yield {"x": 1}
 
-        def _info(self) -> Any:
-            return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict({"x": np.int64}))
-
-        def _split_generators(self, dl_manager: Any) -> Any:
-            return {"train": self._generate_examples()}
-
-        def _generate_examples(self) -> Any:
-            while_writing()
-            yield 0, {"x": 1}
-
-    Ones.__module__ = "__main__"  # TFDS would look for metadata in its package
-    return Ones(data_dir=folder)
+    return tfds_builder(rows, {"x": np.int64(0)})(data_dir=folder)
 
 
 def test_tfds_still_fails_if_another_process_prepares_the_same(tmp_path: Path) -> None:
     """Once this fails, `tfds_downloads.py` needs no lock."""
-    tfds.disable_progress_bar()
     with pytest.raises(Exception, match="Cannot rename .* already exists"):
         builder(tmp_path, lambda: builder(tmp_path).download_and_prepare()).download_and_prepare()
 
 
 def test_tfds_still_does_not_read_what_another_process_has_prepared(tmp_path: Path) -> None:
     """Once this fails, `tfds_downloads.py` need not read it."""
-    tfds.disable_progress_bar()
     before = builder(tmp_path)
     builder(tmp_path).download_and_prepare()
     assert before.is_prepared()
@@ -92,7 +80,6 @@ def test_tfds_still_does_not_read_what_another_process_has_prepared(tmp_path: Pa
 
 def test_tfds_draws_a_name_from_the_generator_of_python(tmp_path: Path) -> None:
     """Once this fails, the states need not be set again."""
-    tfds.disable_progress_bar()
     state = random.getstate()
     builder(tmp_path).download_and_prepare()
     assert random.getstate() != state
