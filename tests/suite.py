@@ -52,10 +52,10 @@ class Suite:
         return self._again(expression) if 1 in codes else 0
 
     def _has_timed(self) -> bool:
-        """False if files are named that have no timed test: to collect them again would take seconds."""
-        named = [Path(argument.partition("::")[0]) for argument in self.arguments]
-        files = [path for path in named if path.is_file()]
-        return not files or any(path.is_dir() for path in named) or any(map(is_timed, files))
+        """False if files or folders are named that have no timed test: to collect them again would take seconds."""
+        named = [path for argument in self.arguments if (path := Path(argument.partition("::")[0])).exists()]
+        files = [file for path in named for file in ([path] if path.is_file() else path.rglob("test_*.py"))]
+        return not named or any(map(is_timed, files))
 
     def _again(self, expression: str) -> int:
         failed = {line["test"]: line["message"] for line in read(self.folder) if line["outcome"] == "failed"}

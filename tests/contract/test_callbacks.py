@@ -95,8 +95,6 @@ def events(folder: str) -> Numbers:
     return values
 
 
-
-
 def interrupted_once(run: Callable[..., Any]) -> tuple[Any, Any]:
     """Calls `run` with a callback that interrupts it at the end of the second epoch, and again with none."""
 
@@ -272,8 +270,6 @@ def place(line: str) -> str:
     return line.split()[0]
 
 
-
-
 def with_bars(model: keras.Model, **options: Any) -> Numbers:
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
@@ -281,6 +277,33 @@ def with_bars(model: keras.Model, **options: Any) -> Numbers:
         model.evaluate(*numbers(), batch_size=BATCH, verbose=1)
         model.predict(numbers(9)[0], batch_size=BATCH, verbose=1)
     return {**result, "own_output": output.getvalue()}
+
+
+@contract("callbacks", sizes=(3,), verify=only_the_chief_shows_progress)
+def test_together_callbacks(distribute: Any) -> Numbers:
+    """Files of the chief alone, decisions of all ranks, a bar that ends with the metrics of all. What a callback that
+    writes leaves behind, all ranks have.
+    """
+    stopping = keras.callbacks.EarlyStopping("val_loss", mode="max", patience=2, restore_best_weights=True)
+    callbacks = [
+        keras.callbacks.CSVLogger("log.csv"),
+        keras.callbacks.ModelCheckpoint("epoch-{epoch}.keras"),
+        board := WithRate("logs", write_graph=False),
+        keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.5),
+        stopping,
+    ]
+    model = compiled(distribute, keras.optimizers.SGD(0.1), metrics=["mae"], steps_per_execution=1)
+    result = with_bars(model, epochs=5, validation_data=numbers(9), callbacks=callbacks)
+    assert [name for name in files() if not name.startswith("logs")] == [
+        "epoch-1.keras", "epoch-2.keras", "epoch-3.keras", "log.csv",
+    ]  # fmt: skip
+    with open("log.csv") as file:
+        written = [float(row["loss"]) for row in csv.DictReader(file)]
+    loaded = keras.models.load_model("epoch-3.keras")
+    saved = {"weights": loaded.get_weights(), "steps": loaded.optimizer.iterations}
+    told = {"stopped": stopping.stopped_epoch, "rate": model.optimizer.learning_rate, "written": written}
+    told["epochs"] = board.epochs
+    return {**result, **told, "saved": saved, "events": events("logs")}
 
 
 # --- Decisions of one rank ---

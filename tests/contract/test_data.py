@@ -20,10 +20,12 @@ from tests.contract.parts import (
     examples,
     fitted,
     numbers,
+    of_words,
     outcome,
     stack,
     used,
 )
+from tests.contract.test_losses import weights
 
 
 def add(row: str, data: Any, covered_by: Sequence[str] = (), fit: Any = None, **options: Any) -> None:
@@ -140,6 +142,18 @@ def averaged_words() -> keras.Model:
 def test_padded_texts(distribute: Any) -> Numbers:
     texts, y = tf.constant([["a b c " * (index % 5 + 1)] for index in range(21)]), numbers(21)[1]
     return used(compiled(distribute, model=averaged_words(), metrics=["mae"]), texts, y)
+
+
+@contract("together-data", of=NOT_TPU)
+def test_together_data(distribute: Distribute) -> Numbers:
+    x, y = numbers()
+    words = np.array(["a", "b", "c", "d", "e"])[np.arange(COUNT) * 3 % 5]
+    model = compiled(distribute, model=of_words(["a", "b", "c"]), weighted_metrics=["mae"])
+    data = tf.data.Dataset.from_tensor_slices(({"x": x, "word": words}, y, weights()))
+    validation = data.take(13).batch(5)
+    result = fitted(model, data.shuffle(COUNT).batch(BATCH).prefetch(2), epochs=4, validation_data=validation,
+                    validation_freq=2)  # fmt: skip
+    return {**result, "evaluation": model.evaluate(validation, verbose=0)}
 
 
 # --- Every example once ---

@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from tests.contract.harness import Numbers, contract
+from tests.contract.harness import NOT_TPU, Numbers, contract
 from tests.contract.parts import (
     BATCH,
     COUNT,
@@ -23,6 +23,7 @@ from tests.contract.parts import (
     fitted,
     mlp,
     numbers,
+    predictions,
     stack,
 )
 
@@ -495,3 +496,25 @@ def test_loss_weights(distribute: Distribute) -> Numbers:
     weight = {"a": weights(), "b": weights()[::-1].copy()}
     compiles = {"loss_weights": {"a": 0.05, "b": 2.0}, "optimizer": keras.optimizers.SGD(0.05)}
     return trained(distribute, losses, (x, {"a": y, "b": -y}), model, compiles, sample_weight=weight)
+
+
+@contract("together-losses", of=NOT_TPU)
+def test_together_losses(distribute: Distribute) -> Numbers:
+    inputs = keras.Input([FEATURES])
+    penalized = ActivityRegularization()(Penalized(4, "tanh")(inputs))
+    hidden = layers.Dense(5, "tanh", kernel_regularizer="l2")(penalized)
+    model = keras.Model(inputs, {name: layers.Dense(1, name=name)(hidden) for name in "abcd"})
+    losses = {
+        "a": keras.losses.MeanSquaredError(reduction="sum"),
+        "b": keras.losses.MeanAbsoluteError(reduction="mean_with_sample_weight"),
+        "c": lambda y, prediction: tf.reduce_mean(tf.abs(y - prediction)),
+        "d": "mse",
+    }
+    options = {"loss_weights": {"a": 0.05, "b": 2.0, "c": 1.0, "d": 0.5}, "metrics": {"d": "mae"}}
+    model = compiled(distribute, keras.optimizers.SGD(0.05), losses, model, **options)
+    x, y = numbers()
+    data = x, {"a": y, "b": -y, "c": 2 * y, "d": y**2}
+    weight = {"a": weights(), "b": weights()[::-1].copy(), "c": np.ones(COUNT), "d": weights()}
+    result = fitted(model, *data, batch_size=BATCH, sample_weight=weight)
+    evaluation = model.evaluate(*data, batch_size=BATCH, sample_weight=weight, verbose=0, return_dict=True)
+    return {**result, "evaluation": evaluation, "predictions": predictions(model, x)}

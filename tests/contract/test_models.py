@@ -34,6 +34,7 @@ from tests.contract.parts import (
     undistributed,
 )
 from tests.contract.test_api import refused
+from tests.contract.test_losses import weights
 
 
 def fit_model(distribute: Distribute, model: keras.Model, optimizer: Any = None, **options: Any) -> Numbers:
@@ -467,6 +468,16 @@ contract("metrics-in-layer", sizes=(3,), covered_by=("together-metrics",))(
 )
 
 
+@contract("together-metrics", of=NOT_TPU)
+def test_together_metrics(distribute: Distribute) -> Numbers:
+    model = stack(Watched(3), layers.Dense(1, "sigmoid"))
+    metrics = [keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision"), "accuracy"]
+    metrics += [Smoothed(), Parts(name="parts")]
+    model = compiled(distribute, loss="binary_crossentropy", model=model, metrics=metrics, weighted_metrics=["mae"])
+    x, y = numbers()
+    data, weight = (x, (y > 0).astype("float64")), {"sample_weight": weights()}
+    result = fitted(model, *data, validation_data=(x[:9], data[1][:9]), **weight)
+    return {**result, "evaluation": evaluated(model, *data, return_dict=True, **weight)}
 
 
 # --- XLA and a search ---

@@ -479,8 +479,6 @@ contract("predict-on-batch", covered_by=("predict",))(
 # --- Before `kd.distribute`, and again ---
 
 
-
-
 @contract("fitted-before")
 def test_fitted_before(distribute: Any) -> Numbers:
     """Functions that were traced for one process must not be reused."""
