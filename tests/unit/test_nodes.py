@@ -18,15 +18,7 @@ from keras_dist.environment import Topology, detect_launch, expand_hosts, tasks_
 from keras_dist.errors import ConfigurationError, NotSupportedError
 from keras_dist.launcher.cluster import HorovodCluster, MultiWorkerCluster, ParameterServerCluster
 from keras_dist.launcher.job import Outcome, Restarts
-from keras_dist.launcher.nodes import (
-    Channel,
-    ChannelError,
-    Node,
-    address_of,
-    free_ports,
-    interface_of,
-    told_by,
-)
+from keras_dist.launcher.nodes import Channel, ChannelError, Node, address_of, free_ports, interface_of, told_by
 from keras_dist.launcher.output import Console
 
 NODES = (1, "10.0.0.1", "eth0"), (3, "10.0.0.2", "ib0"), (2, "10.0.0.3", "eth0"), (1, "10.0.0.2", "ib0")
