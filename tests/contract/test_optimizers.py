@@ -149,7 +149,7 @@ def are_fused(results: list[Numbers], expected: Numbers, size: int) -> None:
     assert all(result["own_compiled"] > len(fused()) for result in results if "own_compiled" in result)
 
 
-@contract("fused-update", also=("mirrored-2",), verify=are_fused)
+@contract("fused-update", verify=are_fused)
 def test_fused_update(distribute: Distribute) -> Numbers:
     """All are large enough. One of them skips a step: its loss is infinite. A GAN's optimizers Keras doesn't build."""
     x, y = numbers()

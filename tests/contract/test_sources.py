@@ -72,7 +72,7 @@ class RootMean(keras.Model):
 
 
 @contract(
-    "data-unknown-length", also=("mirrored-2",), covered_by=("data-generator",),
+    "data-unknown-length", covered_by=("data-generator", "optimizer-unknown-length"),
     of=("horovod", "multi_worker", "mirrored", "central_storage"),
 )  # fmt: skip
 def test_unknown_length(distribute: Any) -> Numbers:

@@ -277,7 +277,7 @@ contract(
     covered_by=("fit-embedding-global-clipnorm", "fit-embedding-eagerly"),
 )(lambda distribute: fit_table(distribute))  # fmt: skip
 # The rows of all shares have a known number, and are no lookup that does not depend on the share.
-contract("fit-embedding-eagerly", sizes=(3,), also=("mirrored-2",))(
+contract("fit-embedding-eagerly", sizes=(3,))(
     lambda distribute: fit_table(distribute, eagerly=True)
 )
 contract("fit-embedding-global-clipnorm", sizes=(3,))(
@@ -401,7 +401,7 @@ def test_evaluate(distribute: Any) -> Numbers:
     }
 
 
-@contract("predict", sizes=(3, 4), also=(*EVERYWHERE, "tpu-8"))
+@contract("predict", sizes=(3, 4), also=EVERYWHERE)
 def test_predict(distribute: Any) -> Numbers:
     model = distribute(stack(layers.Identity(), shape=[1]))
     indices = np.arange(COUNT, dtype="float64")[:, None]
