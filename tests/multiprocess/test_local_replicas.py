@@ -77,7 +77,7 @@ def test_no_device_reads_the_weights_of_another(
     assert copies[2] == "The devices have different weights, so they no longer train the same model."
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_central_storage_holds_everything_on_the_host_and_sends_weights_in_each_step(
     crossing: Callable[[str], list[str]],
 ) -> None:

@@ -107,8 +107,10 @@ def test_nothing_listens_once_the_ranks_have_joined(pools: Any, backend: str) ->
     assert found == [[]] * len(found)
 
 
-@pytest.mark.parametrize("backend", ["multi_worker", "parameter_server"])
-@pytest.mark.ci
+@pytest.mark.parametrize(
+    "backend",
+    [pytest.param("multi_worker", marks=pytest.mark.full), pytest.param("parameter_server", marks=pytest.mark.ci)],
+)
 def test_tensorflows_servers_listen_on_the_loopback_interface_only_and_for_all_its_users(
     pools: Any, backend: str
 ) -> None:

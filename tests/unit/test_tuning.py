@@ -178,7 +178,7 @@ def all_ways(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("all_ways")
-@pytest.mark.parametrize("way", options.WAYS)
+@pytest.mark.parametrize("way", [pytest.param(options.PLAIN, marks=pytest.mark.full), options.UPDATE, options.ALL])
 def test_the_fastest_way_is_kept_and_has_the_numbers_of_plain_keras(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], way: str
 ) -> None:
