@@ -51,7 +51,6 @@ NAMES = tuple(f"kd{os.getpid()}-{index}" for index in range(2))
 # What differs between the hosts of the files `ETC_HOSTS`. Each Docker has the same address on all hosts.
 INTERFACES = {"debian": ("eth0", "eth0"), "red hat": ("eth0", "ens5"), "lan": ("eth0", "eth0")}
 HAS_DOCKER = {"debian"}
-OTHER_INTERFACES = pytest.mark.parametrize("hosts", ["red hat"], indirect=True)
 
 
 class Hosts(NamedTuple):
@@ -435,21 +434,16 @@ def over_ssh(ssh: Path, launch: Start, commands: Commands, tmp_path: Path) -> Co
     return lambda source, *options: commands(*command, *options, script(tmp_path, source))
 
 
-def test_ranks_over_ssh(over_ssh: Commands, tmp_path: Path) -> None:
+@pytest.mark.parametrize("hosts", ["debian", pytest.param("red hat", marks=pytest.mark.full)], indirect=True)
+def test_ranks_over_ssh(over_ssh: Commands, hosts: Hosts, tmp_path: Path) -> None:
     code, out, err = finished(over_ssh(PLACE, "-H", BOTH, "--output", "all"))
     assert (code, err) == (0, "")
+    first, second = hosts.interfaces
     assert sorted(out.splitlines()) == [
-        f"[0] 0 3 0 2 0 2 {ADDRESSES[0]} eth0 False {tmp_path}",
-        f"[1] 1 3 1 2 0 1 {ADDRESSES[0]} eth0 False {tmp_path}",
-        f"[2] 2 3 0 1 1 2 {ADDRESSES[1]} eth0 False {tmp_path}",
+        f"[0] 0 3 0 2 0 2 {ADDRESSES[0]} {first} False {tmp_path}",
+        f"[1] 1 3 1 2 0 1 {ADDRESSES[0]} {first} False {tmp_path}",
+        f"[2] 2 3 0 1 1 2 {ADDRESSES[1]} {second} False {tmp_path}",
     ]
-
-
-@OTHER_INTERFACES
-def test_each_host_has_its_interface(over_ssh: Commands, tmp_path: Path) -> None:
-    code, out, err = finished(over_ssh(PLACE, "-H", BOTH, "--output", "all"))
-    assert (code, err) == (0, "")
-    assert [line.split()[-3] for line in sorted(out.splitlines())] == ["eth0", "eth0", "ens5"]
 
 
 def test_parameter_servers_over_ssh(over_ssh: Commands) -> None:
