@@ -170,7 +170,7 @@ def test_refuses_strategy_scope(distribute: Any) -> Numbers:
     return fitted(compiled(distribute), *numbers())
 
 
-@contract("stops-different-data", sizes=(3,))
+@contract("stops-different-data", sizes=(3,), covered_by=("differs-captured",))
 def test_stops_different_data(distribute: Any) -> Numbers:
     model = compiled(distribute)
     data = dataset().unbatch().shuffle(50, seed=kd.rank()).batch(8)

@@ -123,7 +123,7 @@ def of_batch(model: keras.Model, batch: int, logs: Any) -> list[Any]:
     return [batch, logs["loss"], logs["mae"]]
 
 
-@contract("custom-callback-batch-logs", sizes=(3,))
+@contract("custom-callback-batch-logs", sizes=(3,), covered_by=("callback-of-a-tracker", "evaluate"))
 def test_custom_callback_batch_logs(distribute: Any) -> Numbers:
     look = Note(on_train_batch_end=of_batch, on_test_batch_end=of_batch)
     model = compiled(distribute, metrics=["mae"])

@@ -92,7 +92,7 @@ def forever() -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 # A finite generator, for one epoch.
-contract("data-generator", also=("multi_worker-2", "mirrored-2", "parameter_server-2"))(
+contract("data-generator", also=("mirrored-2", "parameter_server-2"))(
     lambda distribute: fitted(compiled(distribute, metrics=["mae"]), batches(), epochs=1)
 )
 

@@ -273,7 +273,7 @@ def fit_table(distribute: Any, optimizer: Any = None, model: Any = None, eagerly
 
 
 contract(
-    "fit-embedding", also=("multi_worker-2", "multi_worker-4", "central_storage-2", "parameter_server-2"),
+    "fit-embedding", also=("multi_worker-4", "central_storage-2", "parameter_server-2"),
     covered_by=("fit-embedding-global-clipnorm", "fit-embedding-eagerly"),
 )(lambda distribute: fit_table(distribute))  # fmt: skip
 # The rows of all shares have a known number, and are no lookup that does not depend on the share.
@@ -390,7 +390,7 @@ def test_tuned(distribute: Any) -> Numbers:
 # --- `evaluate`, `predict` and single batches ---
 
 
-@contract("evaluate", sizes=(3, 4), also=("parameter_server-2", "tpu-8"))
+@contract("evaluate", sizes=(3, 4), also=("tpu-8",))
 def test_evaluate(distribute: Any) -> Numbers:
     model = compiled(distribute, metrics=["mae"])
     return {
