@@ -1,13 +1,15 @@
 """What all tests share: pools of live ranks, the time limit, the search for what a test left behind, the results."""
 
 import gc
+import hashlib
 import os
+import pickle
 import re
 import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +80,20 @@ def worker_temporary() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def golden() -> dict[Any, Any]:
-    """The results of the plain process, computed once for all clusters."""
-    return {}
+def golden(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any, Callable[[], Any]], Any]:
+    """Returns a result of the plain process, computed once for all clusters and all processes of `-n 3`."""
+    folder, found = tmp_path_factory.getbasetemp(), dict[Any, Any]()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+    def result(key: Any, compute: Callable[[], Any]) -> Any:
+        file = folder / f"golden-{hashlib.sha256(repr(key).encode()).hexdigest()}"
+        if key not in found:
+            found[key] = pickle.loads(file.read_bytes()) if file.exists() else compute()
+            (own := file.with_suffix(f".{os.getpid()}")).write_bytes(pickle.dumps(found[key]))
+            own.rename(file)
+        return found[key]
+
+    return result
 
 
 @pytest.fixture(autouse=True)

@@ -80,7 +80,7 @@ def contract(
             case.__name__ = case.__qualname__ = f"test_{row.replace('-', '_')}"
 
         @pytest.mark.row(row, sizes=sizes, also=also, covered_by=covered_by)
-        def test(cluster: tuple[str, int], pools: Any, tmp_path: Path, golden: dict[Any, Numbers]) -> None:
+        def test(cluster: tuple[str, int], pools: Any, tmp_path: Path, golden: Any) -> None:
             backend, size = cluster
             if of is not None and backend not in of:
                 pytest.skip(f"an option of {' and '.join(of)}")
@@ -97,16 +97,17 @@ def contract(
                 pytest.skip(f"refused: {words}")
             ranks = ranks_of(backend, size)
             chosen = (ranks if of_ranks else size,) if reference else (size, ranks) if reference_of_processes else ()
-            key = (*name, *chosen)
-            if key not in golden:
-                plain_folder = folder(tmp_path, "plain")
-                (golden[key],) = pools.get("serial", 1).run(reference_in_worker, *name, plain_folder, *chosen)
+
+            def computed() -> Numbers:
+                return pools.get("serial", 1).run(reference_in_worker, *name, folder(tmp_path, "plain"), *chosen)[0]
+
+            expected = golden((*name, *chosen), computed)
             results = pools.get(backend, size).run(run_in_worker, *name, own_folder, timeout=_TIMEOUT)
             for rank, result in enumerate(results):
                 assert_identical(shared(result), shared(results[0]), f"rank {rank} and rank 0")
-            assert_close(shared(results[0]), shared(golden[key]), tolerance)
+            assert_close(shared(results[0]), shared(expected), tolerance)
             if verify is not None:
-                verify(results, golden[key], size)
+                verify(results, expected, size)
 
         test.__name__, test.__qualname__, test.__module__ = case.__name__, case.__name__, case.__module__
         test.__doc__ = case.__doc__
