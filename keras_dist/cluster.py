@@ -129,7 +129,9 @@ def all_reduce(gradients: Any) -> Any:
         return {"loss": loss, "norm": norm}
     ```
     """
-    return used_backend().loop.all_reduce(gradients)
+    from keras_dist.step import optimizer  # needs TensorFlow, which the rest of this module does not
+
+    return optimizer.all_reduce(used_backend(), gradients)
 
 
 def gather(tensor: Any) -> Any:
@@ -175,7 +177,7 @@ def gather(tensor: Any) -> Any:
         return {"loss": loss}
     ```
     """
-    from keras_dist.step.gathering import check_rows  # needs TensorFlow, which the rest of this module does not
+    from keras_dist.step import gathering  # as above
 
-    check_rows(tensor)
-    return used_backend().loop.gather(tensor)
+    gathering.check_rows(tensor)
+    return gathering.gather_in_step(used_backend(), tensor)

@@ -9,6 +9,7 @@ from keras_dist.cluster import current_backend
 from keras_dist.compat import keras_losses
 from keras_dist.errors import ConfigurationError
 from keras_dist.step import step as step_module
+from keras_dist.step.gathering import gather_in_step
 
 
 def WholeBatch(loss: Any) -> Any:
@@ -60,7 +61,7 @@ def WholeBatch(loss: Any) -> Any:
     def whole(y_true: Any, y_pred: Any, *args: Any, **kwargs: Any) -> Any:
         if step_module.current() is None:
             return loss(y_true, y_pred, *args, **kwargs)
-        gather = current_backend().loop.gather
+        gather = functools.partial(gather_in_step, current_backend())
         y_true, y_pred = keras.tree.map_structure(gather, (y_true, y_pred))
         with step_module.entered(None):
             return loss(y_true, y_pred, *args, **kwargs)

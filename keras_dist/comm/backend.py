@@ -11,7 +11,7 @@ import dataclasses
 import http.client
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 from keras_dist import environment, store
@@ -217,6 +217,16 @@ class Backend(abc.ABC):
     def num_replicas(self) -> int:
         """The number of replicas of all ranks."""
         return self.topology.size * self.replicas
+
+    def run(self, function: Callable[[int], Any], counts: Sequence[Any], metrics: Collection[Any] = ()) -> list[Any]:
+        """Runs a step on each replica of this process, and returns their outputs.
+
+        Args:
+            function: The step. It takes the index of the replica.
+            counts: int32 scalars, the number of examples in each share.
+            metrics: Variables that are updated by one replica after the other, whatever their `aggregation`.
+        """
+        return [function(0)]
 
     def check_variables(self, variables: Sequence[Any]) -> None:  # noqa: B027
         """Raises `ConfigurationError` if a model's variables are on the wrong device for this backend."""

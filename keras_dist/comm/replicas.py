@@ -85,13 +85,9 @@ class ReplicaBackend(Backend):
         return 1 if self._strategy is None else int(self._strategy.num_replicas_in_sync)
 
     def run(self, function: Callable[[int], Any], counts: Sequence[Any], metrics: Collection[Any] = ()) -> list[Any]:
-        """Calls a function with the index of each replica, in its own thread and on its own device.
-
-        Args:
-            function: The step.
-            counts: int32 scalars, the number of examples in each share.
-            metrics: Variables that are updated by one replica after the other, whatever their `aggregation`.
-        """
+        """Runs the step of each replica in its own thread and on its own device."""
+        if self._strategy is None:
+            return super().run(function, counts, metrics)
         outputs: list[Any] = [None] * self.replicas
         scopes = [
             ReplicaScope(count, metrics, self._own(index), _refuse_assignment) for index, count in enumerate(counts)
@@ -256,6 +252,8 @@ def mean_of_shares(values: Sequence[Any], counts: Sequence[Any]) -> Any:
 
     If no replica of this rank has an example, it is the first one's value.
     """
+    if len(values) == 1:
+        return values[0]
     counts = [counts[0] + tf.cast(tf.add_n(counts) == 0, counts[0].dtype), *counts[1:]]
     dtype, total = values[0].dtype, tf.cast(tf.add_n(counts), tf.float64)
     weights = [tf.cast(tf.math.divide_no_nan(tf.cast(count, tf.float64), total), dtype) for count in counts]

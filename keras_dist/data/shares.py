@@ -35,7 +35,7 @@ class Share(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """The shares of all replicas of this process, in their order."""
+    """The shares of all replicas of this process, in their order: the elements of each rank's datasets."""
 
     parts: tuple[Share, ...]
 
@@ -56,6 +56,8 @@ def joined(shares: Shares) -> Share:
 
 def cut_again(share: Share, size: int) -> Shares:
     """Cuts the share of a rank into those of its replicas."""
+    if size == 1:
+        return Shares((share,))
     parts = [cut(share.data, index, size) for index in range(size)]
     if may_be_empty(share):  # then its one example is a placeholder
         parts = [part._replace(count=tf.where(share.count > 0, part.count, 0)) for part in parts]
@@ -236,6 +238,8 @@ def _take_rows(leaf: Any, start: Any, stop: Any, size: int | None) -> Any:
 
 def examples_of(share: Share) -> Any:
     """Returns the examples of a share, none if it is empty, so that metrics of a custom training loop count none."""
+    if not may_be_empty(share):
+        return share.data
 
     def counted(leaf: Any, rows: Any) -> Any:
         is_sparse = isinstance(leaf, tf.SparseTensor)

@@ -101,20 +101,22 @@ def split(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
         digests = backend.all_gather_object("the functions of the dataset", digest)
         return all(other == digests[0] for other in digests)
 
-    return shard_dataset(dataset, backend.topology.rank, backend.topology.size, agrees)
+    shares = shard_dataset(dataset, backend.topology.rank, backend.topology.size, agrees)
+    return shares.map(lambda share: cut_again(share, backend.replicas))
 
 
 def from_chief(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
     """The chief reads, cuts and scatters. The other ranks receive their shares and never open their own stream."""
-    size = backend.topology.size
-    packed = map_batches(dataset, lambda batch: pack_shares(take_shares(batch, size).parts))
-    return receive_from_chief(packed, batch_spec(dataset), backend)
+    ranks, replicas = backend.topology.size, backend.replicas
+
+    def packed(batch: Any) -> tuple[Any, Any]:
+        return pack_shares([take_shares(batch, replicas, rank, ranks) for rank in range(ranks)])
+
+    return receive_from_chief(map_batches(dataset, packed), batch_spec(dataset), backend)
 
 
-def receive_from_chief(
-    packed: tf.data.Dataset, spec: Any, backend: Backend, replicas: int = 1
-) -> tf.data.Dataset:
-    """Returns a dataset of this rank's shares, which the chief scatters: `Shares` if it sends several at once.
+def receive_from_chief(packed: tf.data.Dataset, spec: Any, backend: Backend) -> tf.data.Dataset:
+    """Returns a dataset of this rank's shares, which the chief scatters.
 
     `packed` has the result of `pack_shares` for each step, and `spec` is the specification of a share's data. They are
     sent as bytes, so batches may have any structure, dtype and shape. Nothing is prefetched after the scatter, so at
@@ -122,8 +124,7 @@ def receive_from_chief(
     """
     name = f"keras_dist_batch_{next(_numbers)}"
     scalars = (tf.TensorSpec([], dtype) for dtype in (tf.int32, tf.int32, tf.float32, tf.bool))
-    one_share: Any = Share(spec, *scalars)
-    share_spec = one_share if replicas == 1 else Shares((one_share,) * replicas)
+    share_spec = Shares((Share(spec, *scalars),) * backend.replicas)
     empty = tf.data.Dataset.from_tensors((tf.zeros([0], tf.uint8), tf.zeros([backend.topology.size], tf.int32)))
     sent = packed.concatenate(empty) if backend.topology.is_chief else empty.repeat()
     parts = sent.map(lambda payload, lengths: backend.scatter(payload, lengths, name))
@@ -149,7 +150,8 @@ def sharded(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
     shares = shares.concatenate(tf.data.Dataset.from_tensors(empty_share(batch_spec(dataset))).repeat())
     options = without_prefetch()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-    return shares.map(with_total).take_while(lambda share: share.total > 0).with_options(options)
+    shares = shares.map(with_total).take_while(lambda share: share.total > 0).with_options(options)
+    return shares.map(lambda share: cut_again(share, backend.replicas))
 
 
 def is_sharded(dataset: tf.data.Dataset) -> bool:
@@ -164,17 +166,13 @@ MODES: dict[str, Callable[[tf.data.Dataset, Backend], tf.data.Dataset]] = {
 
 
 def shares_of_rank(dataset: tf.data.Dataset, mode: str, backend: Backend) -> tf.data.Dataset:
-    """Turns a dataset of batches into one of this rank's shares: `Shares`, if the rank has several replicas.
+    """Turns a dataset of batches into one of this rank's `Shares`.
 
     `mode` is a key of `MODES`. If there is one rank, it has the whole batch in any mode.
     """
-    replicas = backend.replicas
     if backend.topology.size == 1:
-        return tf_data.untuned(map_batches(dataset, lambda batch: take_shares(batch, replicas)))
-    shares = tf_data.untuned(MODES[mode](dataset, backend))
-    if replicas == 1:
-        return shares
-    return shares.map(lambda share: cut_again(share, replicas)).with_options(without_prefetch())
+        return tf_data.untuned(map_batches(dataset, lambda batch: take_shares(batch, backend.replicas)))
+    return tf_data.untuned(MODES[mode](dataset, backend))
 
 
 def check_source(source: Any) -> None:
@@ -205,9 +203,9 @@ def unflatten(spec: Any, tensors: Any) -> Any:
     return tf.nest.pack_sequence_as(spec, [_nothing() if _is_none(part) else next(leaves) for part in parts])
 
 
-def pack_shares(shares: Sequence[Share | Shares]) -> tuple[Any, Any]:
+def pack_shares(of_ranks: Sequence[Shares]) -> tuple[Any, Any]:
     """Returns the shares of all ranks as concatenated bytes, and the length of each."""
-    payloads = [pack(flatten(share)) for share in shares]
+    payloads = [pack(flatten(shares)) for shares in of_ranks]
     return tf.concat(payloads, 0), tf.stack([tf.size(payload) for payload in payloads])
 
 
@@ -260,19 +258,19 @@ def group_batches(
     `mode` is `"split"` or `"chief"`, see `MODES`. After `batches_per_epoch` batches a step ends, complete or not;
     `None`: only after the last one.
     """
-    rank, replicas = backend.topology.rank, backend.replicas
+    topology, replicas = backend.topology, backend.replicas
 
-    def of_rank(shares: list[Share], rank: int) -> Any:
-        return shares[rank] if replicas == 1 else Shares(tuple(shares[rank * replicas : (rank + 1) * replicas]))
+    def of_rank(shares: list[Share], rank: int = topology.rank) -> Shares:
+        return Shares(tuple(shares[rank * replicas : (rank + 1) * replicas]))
 
-    if mode == "split" or backend.topology.size == 1:
-        return _groups(dataset, backend.num_replicas, batches_per_epoch, lambda shares: of_rank(shares, rank))
+    if mode == "split" or topology.size == 1:
+        return _groups(dataset, backend.num_replicas, batches_per_epoch, of_rank)
 
     def of_ranks(shares: list[Share]) -> tuple[Any, Any]:
-        return pack_shares([of_rank(shares, rank) for rank in range(backend.topology.size)])
+        return pack_shares([of_rank(shares, rank) for rank in range(topology.size)])
 
     packed = _groups(dataset, backend.num_replicas, batches_per_epoch, of_ranks)
-    return receive_from_chief(packed, batch_spec(dataset), backend, replicas)
+    return receive_from_chief(packed, batch_spec(dataset), backend)
 
 
 def _groups(

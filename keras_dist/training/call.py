@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist.compat import keras_fit, keras_model
-from keras_dist.data.shares import Share, Shares, any_batch_size
+from keras_dist.data.shares import Shares, any_batch_size
 from keras_dist.logging import logger
 from keras_dist.step import step as step_module
 from keras_dist.step.step import Step
@@ -63,8 +63,7 @@ def build(model: keras.Model, step: Callable[[Any], Any], spec: Any, batch: Any)
     if keras_model.is_built(model):
         return
     if spec is not None:
-        spec = spec.parts[0] if isinstance(spec, Shares) else spec
-        spec = spec.data if isinstance(spec, Share) else spec
+        spec = spec.parts[0].data if isinstance(spec, Shares) else spec
     else:
         spec = tf.nest.map_structure(
             lambda leaf: leaf if leaf is None else any_batch_size(tf.type_spec_from_value(leaf)), as_tensors(batch)

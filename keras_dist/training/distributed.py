@@ -20,7 +20,7 @@ from keras_dist.callbacks import ChiefOnly, LearningRateWarmup, Timing
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, keras_layers, keras_model, keras_random, tf_compat
 from keras_dist.compat.keras_model import attach, attached
-from keras_dist.data.shares import Share
+from keras_dist.data.shares import Shares
 from keras_dist.errors import DistributionError, NotSupportedError
 from keras_dist.logging import logger
 from keras_dist.state.checkpoint import write_model, write_on_chief
@@ -323,7 +323,7 @@ class DistributedModel(Verified):
             return function(batch)
         kind = self._kind_of(function) or "predict"
         if (rows := self.first_rows.get(kind)) is not None:
-            rows.keep(self._shares_of(batch))
+            rows.keep(self._shares_of(batch).parts)
         if (verification := self.verifications.get(kind)) is None:
             return self._run(function, batch)
         step = functools.partial(self._run, function, batch)
@@ -337,12 +337,12 @@ class DistributedModel(Verified):
     def _run(self, function: Callable[..., Any], batch: Any) -> Any:
         raise NotImplementedError
 
-    def _shares_of(self, batch: Any) -> Sequence[Share]:
+    def _shares_of(self, batch: Any) -> Shares:
         """Returns the shares of the replicas in this process."""
         raise NotImplementedError
 
     def _total_of(self, batch: Any) -> Any:
-        return self._shares_of(batch)[0].total
+        return self._shares_of(batch).parts[0].total
 
     # --- The check that is on by default ---
 

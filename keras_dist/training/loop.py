@@ -17,13 +17,12 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.comm.replicas import ReplicaBackend, mean_of_shares
+from keras_dist.comm.replicas import mean_of_shares
 from keras_dist.compat import keras_model, keras_random, tf_compat, tf_graphs
 from keras_dist.data import sources
-from keras_dist.data.shares import Share, Shares, examples_of, joined, row_count, take_shares
+from keras_dist.data.shares import Share, Shares, cut_again, examples_of, joined, row_count
 from keras_dist.errors import ConfigurationError, NotSupportedError
-from keras_dist.step.gathering import gather_in_step, on_share
-from keras_dist.step.optimizer import all_reduce
+from keras_dist.step.gathering import on_share
 from keras_dist.step.step import Step, consistency_check_of
 from keras_dist.step.whole_batch import combine, whole_batch
 from keras_dist.training.options import Options
@@ -90,21 +89,15 @@ class Loop:
     def _reduce(self, operation: str, value: Any) -> Any:
         return value
 
-    def all_reduce(self, gradients: Any) -> Any:
-        return gradients
 
-    def gather(self, tensor: Any) -> Any:
-        return tensor
-
-
-class RankLoop(Loop, Verified):
-    """The functions of a custom training loop on one of several ranks."""
+class ReplicaLoop(Loop, Verified):
+    """The functions of a custom training loop on one of several ranks, or on several replicas that a rank leads."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         consistency_check_of(backend.topology.size)  # now: a step that finds an optimizer could not create it
         # Ordinary variables, also if it is a replica of a strategy that asks for the loop first.
-        self._count = tf_compat.host_variable(0, "loop_count")
+        self._counts = [tf_compat.host_variable(0, "loop_count") for _ in range(backend.replicas)]
         self._total = tf_compat.host_variable(0, "loop_total")
         self._fingerprint = tf_compat.host_variable(0.0, "loop_fingerprint")
         self._verification: Verification | None = None
@@ -120,13 +113,16 @@ class RankLoop(Loop, Verified):
     def _sharded(self, source: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> tf.data.Dataset:
         size, rank = self._backend.topology.size, self._backend.topology.rank
         dataset = source(tf.distribute.InputContext(size, rank, self._backend.num_replicas))
-        if isinstance(dataset.element_spec, Share | Shares):  # of kd.shard(dataset): the function did it all
+        if isinstance(dataset.element_spec, Shares):  # of kd.shard(dataset): the function did it all
             return dataset
         return self._split(dataset) if size == 1 else sources.shares_of_rank(dataset, "sharded", self._backend)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """See `kd.run`. The collectives of a `tf.function` are traced together with those of the step."""
-        if isinstance(args, Share | Shares):
+        """See `kd.run`. The collectives of a `tf.function` are traced together with those of the step.
+
+        Several replicas' outputs are `tf.distribute.DistributedValues`, for `kd.reduce`.
+        """
+        if isinstance(args, Shares):
             raise ConfigurationError(
                 "`args` of kd.run must be a tuple of the step's arguments.",
                 "an element of kd.shard",
@@ -145,20 +141,37 @@ class RankLoop(Loop, Verified):
         self._verification = Verification(self._backend, self, "kd.run", None)
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        function = tf_compat.converted(function)
+        function, args = tf_compat.converted(function), self._as_shares(args)
         if self._verification is None:
             return self._run_on_shares(function, args)
         step = functools.partial(self._run_on_shares, function, args)
         return self._verification.run(function, args, self._total_of(args), step)
 
+    def _as_shares(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Returns arguments of which none is from `kd.shard` with the examples of this rank cut for its replicas."""
+        if any(isinstance(arg, Shares) for arg in args):
+            return args
+        args, replicas = as_batches(args), self._backend.replicas
+        count = row_count(args)
+        total = self._backend.all_reduce_exact(tf.cast(count, tf.float64), "keras_dist_loop_total")
+        share = Share(None, count, tf.cast(total, tf.int32), tf.constant(0.0))
+        # One replica gets all arguments as they are.
+        return tuple(
+            cut_again(share._replace(data=arg), replicas) if replicas == 1 or has_examples(arg) else arg for arg in args
+        )
+
     def _total_of(self, args: tuple[Any, ...]) -> Any:
-        return self._counts(args)[1]
+        return self._shares_in(args).parts[0].total
+
+    def _shares_in(self, args: tuple[Any, ...]) -> Shares:
+        """Returns the shares that count: the first ones. Without any, each replica counts as one example."""
+        nothing = Share(None, tf.constant(1), tf.constant(self._backend.num_replicas), tf.constant(0.0))
+        return next((arg for arg in args if isinstance(arg, Shares)), Shares((nothing,) * self._backend.replicas))
 
     def whole(self, args: tuple[Any, ...]) -> Any:
-        if not any(isinstance(arg, Share | Shares) for arg in args):  # tensors of each rank
-            return batch_of_all_ranks(self._backend, Share(args, row_count(args), *[tf.constant(0)] * 2))
-        shares = (Share, Shares)
-        return tuple(batch_of_all_ranks(self._backend, arg) if isinstance(arg, shares) else arg for arg in args)
+        return tuple(
+            batch_of_all_ranks(self._backend, arg.parts) if isinstance(arg, Shares) else arg for arg in args
+        )
 
     def distributed(self, function: Callable[..., Any], args: tuple[Any, ...], applied: list[Any]) -> Any:
         with self._trying_out(applied):
@@ -168,100 +181,52 @@ class RankLoop(Loop, Verified):
         function(*whole)
 
     def _run_on_shares(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        count, total, fingerprint = self._counts(args)
-        self._count.assign(count)
-        self._total.assign(total)
-        self._fingerprint.assign(fingerprint)
-        # The variables: a tf.function that an eager step calls is traced once, and reads them each time.
-        step = Step(self._count, self._total, self._fingerprint, replica=self._backend.topology.rank)
-        step.applied = self._applied
-        step.data = next((arg.data for arg in args if isinstance(arg, Share)), None)
-        args = tuple(examples_of(arg) if isinstance(arg, Share) else arg for arg in args)
-        whole = whole_batch(self._backend, self.prepare_found, exact=self.exact)
-        with on_share(self._backend, step, args, self.exact) as args, whole, combined(self._backend, step):
-            return function(*args)
+        shares, topology, replicas = self._shares_in(args), self._backend.topology, self._backend.replicas
+        of_rank = Step.of(joined(shares), topology.rank)
+        of_rank.applied = self._applied
+        for variable, count in zip(self._counts, shares.counts, strict=True):
+            variable.assign(count)
+        self._total.assign(of_rank.total)
+        self._fingerprint.assign(of_rank.fingerprint)
+
+        def run(index: int) -> Any:
+            share = shares.parts[index]
+            if tf.executing_eagerly():  # a tf.function that the step calls is traced once, and reads them each time
+                share = share._replace(count=self._counts[index], total=self._total, fingerprint=self._fingerprint)
+            step = Step.of(share, topology.rank * replicas + index)
+            step.applied = self._applied if index == 0 else None
+            own = tuple(examples_of(arg.parts[index]) if isinstance(arg, Shares) else arg for arg in args)
+            with on_share(self._backend, step, own, self.exact) as own:
+                return function(*own)
+
+        of_ranks = combined(self._backend, of_rank) if topology.size > 1 else contextlib.nullcontext()
+        with whole_batch(self._backend, self.prepare_found, exact=self.exact), of_ranks:
+            outputs = self._backend.run(run, shares.counts)
+        if replicas == 1:
+            return outputs[0]
+        return tf.nest.map_structure(
+            lambda *values: tf_compat.per_replica(values) if tf.is_tensor(values[0]) else values[-1], *outputs
+        )
 
     def prepare_found(self, optimizer: Any) -> None:
         self._backend.distribute(optimizer, Options())
 
-    def _counts(self, args: tuple[Any, ...]) -> tuple[Any, Any, Any]:
-        for arg in args:
-            if isinstance(arg, Share | Shares):
-                share = joined(arg) if isinstance(arg, Shares) else arg
-                return share.count, share.total, share.fingerprint
-        count = row_count(args)
-        total = self._backend.all_reduce_exact(tf.cast(count, tf.float64), "keras_dist_loop_total")
-        return count, tf.cast(total, tf.int32), tf.constant(0.0)
-
     def _reduce(self, operation: str, value: Any) -> Any:
+        if isinstance(value, tf.distribute.DistributedValues):
+            values = value.values
+            value = tf.add_n(values) if operation == "sum" else mean_of_shares(values, self._counts)
+        if self._backend.topology.size == 1:
+            return value
         number = 0  # eager reductions run one after the other, so they can share a name
         if not tf.executing_eagerly():  # each trace starts at 1: ranks may retrace at other times
             graph = tf_graphs.outermost(tf.compat.v1.get_default_graph())
             number = self._reductions[graph] = self._reductions.get(graph, 0) + 1
         value = tf.convert_to_tensor(value)
         if operation == "mean":
-            weight = tf.cast(self._count, value.dtype) / tf.cast(self._total, value.dtype)
-            value = tf.where(self._count > 0, value * weight, tf.zeros_like(value))
+            count = tf.add_n(self._counts)
+            weight = tf.cast(count, value.dtype) / tf.cast(self._total, value.dtype)
+            value = tf.where(count > 0, value * weight, tf.zeros_like(value))
         return self._backend.all_reduce_exact(value, f"keras_dist_loop_reduce_{number}")
-
-    def all_reduce(self, gradients: Any) -> Any:
-        return all_reduce(self._backend, gradients)
-
-    def gather(self, tensor: Any) -> Any:
-        return gather_in_step(self._backend, tensor)
-
-
-class ReplicaLoop(RankLoop):
-    """The functions of a custom training loop on the replicas that this process leads."""
-
-    _backend: ReplicaBackend
-
-    def __init__(self, backend: ReplicaBackend) -> None:
-        super().__init__(backend)
-        self._counts_by_replica = tf_compat.host_variable([0] * backend.replicas, "loop_counts")
-
-    def _run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Returns the replicas' outputs as `tf.distribute.DistributedValues`, for `kd.reduce`."""
-        if not any(isinstance(arg, Shares) for arg in args):  # tensors of this rank, without `kd.shard`
-            args = tuple(self._cut(arg) if has_examples(arg) else arg for arg in as_batches(args))
-        return super()._run(function, args)
-
-    def _cut(self, batch: Any) -> Shares:
-        shares = take_shares(batch, self._backend.replicas)
-        if self._backend.topology.size == 1:
-            return shares
-        total = self._backend.all_reduce_exact(tf.cast(shares.parts[0].total, tf.float64), "keras_dist_loop_total")
-        nothing = tf.constant(0.0)  # each rank has other data
-        parts = [part._replace(total=tf.cast(total, tf.int32), fingerprint=nothing) for part in shares.parts]
-        return Shares(tuple(parts))
-
-    def _run_on_shares(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        shares, topology = next(arg for arg in args if isinstance(arg, Shares)), self._backend.topology
-        self._counts_by_replica.assign(tf.stack(shares.counts))
-        of_rank = Step.of(joined(shares), topology.rank)
-        self._count.assign(of_rank.count)
-        self._total.assign(of_rank.total)
-
-        def run(index: int) -> Any:
-            replica_args = [examples_of(arg.parts[index]) if isinstance(arg, Shares) else arg for arg in args]
-            step = Step.of(shares.parts[index], topology.rank * self._backend.replicas + index)
-            step.applied = self._applied if index == 0 else None
-            with on_share(self._backend, step, replica_args, self.exact) as replica_args:
-                return function(*replica_args)
-
-        of_ranks = combined(self._backend, of_rank) if topology.size > 1 else contextlib.nullcontext()
-        with whole_batch(self._backend, self.prepare_found, exact=self.exact), of_ranks:
-            outputs = self._backend.run(run, shares.counts)
-        return tf.nest.map_structure(
-            lambda *values: tf_compat.per_replica(values) if tf.is_tensor(values[0]) else values[-1], *outputs
-        )
-
-    def _reduce(self, operation: str, value: Any) -> Any:
-        if isinstance(value, tf.distribute.DistributedValues):
-            values = value.values
-            counts = tf.unstack(self._counts_by_replica)
-            value = tf.add_n(values) if operation == "sum" else mean_of_shares(values, counts)
-        return value if self._backend.topology.size == 1 else super()._reduce(operation, value)
 
 
 def as_batches(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -11,13 +11,13 @@ import keras
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.comm.replicas import ReplicaBackend, mean_of_shares
+from keras_dist.comm.replicas import mean_of_shares
 from keras_dist.compat import keras_fit, keras_layers, keras_model
 from keras_dist.compat.keras_model import attach
 from keras_dist.compat.tf_compat import host_variable
 from keras_dist.data import sources
 from keras_dist.data.pipeline import fold
-from keras_dist.data.shares import UNCUT, Share, Shares, joined, may_be_empty, take_share, take_shares
+from keras_dist.data.shares import UNCUT, Share, Shares, joined, may_be_empty, take_shares
 from keras_dist.errors import check_alike
 from keras_dist.logging import logger, warn_once
 from keras_dist.state import weights
@@ -29,10 +29,10 @@ from keras_dist.step.whole_batch import combined_assignments, whole_batch
 from keras_dist.training import refusals
 from keras_dist.training.call import Call, build
 from keras_dist.training.distributed import DistributedModel
-from keras_dist.training.loop import Loop, RankLoop, ReplicaLoop
+from keras_dist.training.loop import Loop, ReplicaLoop
 from keras_dist.training.options import Options
 from keras_dist.training.resuming import FitExtensions
-from keras_dist.training.trial import FirstRows, as_tensors, batch_of_all_ranks, batch_of_shares, gather_rows, real_rows
+from keras_dist.training.trial import FirstRows, as_tensors, batch_of_all_ranks
 
 _TUNING = "_keras_dist_tuning"
 # The models that `kd.distribute` got. They themselves stay as they are.
@@ -56,8 +56,8 @@ def _fit(model: keras.Model, plain: Callable[..., Any], args: tuple[Any, ...], k
             return call()
 
 
-class RankModel(DistributedModel):
-    """A model that is computed in this process: each rank reads its shares, and runs Keras's own step on them."""
+class ReplicaModel(DistributedModel):
+    """A model that is computed in this process, whose replicas run Keras's own step on their shares of each batch."""
 
     def __init__(self, model: keras.Model, backend: Backend, options: Options) -> None:
         super().__init__(model, backend, options)
@@ -250,7 +250,7 @@ class RankModel(DistributedModel):
         self.given, self.element_spec, self.distribute = dataset, dataset.element_spec, None
         if self.is_local:
             return dataset
-        if isinstance(dataset.element_spec, Share | Shares):  # from `kd.shard`
+        if isinstance(dataset.element_spec, Shares):  # from `kd.shard`
             self._groups_next = False
             return dataset
         mode, reason = ("sharded", "AutoShardPolicy.OFF") if sources.is_sharded(dataset) else (self.data, self.reason)
@@ -281,7 +281,8 @@ class RankModel(DistributedModel):
 
     def _run(self, function: Callable[..., Any], batch: Any) -> Any:
         self._has_run = True
-        share = self._share_of_rank(batch)
+        shares = self._shares_of(batch)
+        share = joined(shares)
         step = Step.of(share, self._backend.topology.rank, self.stopwatch if self._applied is None else None)
         self._step, step.applied = step, self._applied
         fold(self._fingerprint, share.fingerprint)
@@ -290,35 +291,51 @@ class RankModel(DistributedModel):
         with whole, self.logs.recording(), self.noting_draws(kind):
             if kind is None:
                 tried = "" if self._applied is None else "tried_"
-                predictions = self._compute(function, share, step, kind)
-                rows = [
-                    gather_rows(self._backend, real_rows(leaf, share.count), f"keras_dist_{tried}predictions_{index}")
-                    for index, leaf in enumerate(tf.nest.flatten(predictions))
-                ]  # of all ranks, in the order of the global batch
-                outputs = tf.nest.pack_sequence_as(predictions, rows)
+                outputs = self._backend.run(self._step_on(shares, function), shares.counts)
+                pairs = zip(shares.parts, outputs, strict=True)
+                predictions = [part._replace(data=as_tensors(own)) for part, own in pairs]
+                outputs = batch_of_all_ranks(self._backend, predictions, f"keras_dist_{tried}predictions")
             else:
                 self._last_count.assign(share.count)
                 self._has_whole_batches.assign(share.is_whole)
-
-                def noted(data: Any) -> Any:
-                    return self.logs.note(kind, function(data))
-
-                compute = functools.partial(self._compute, noted, share, step, kind)
-                outputs = self._run_and_keep_state(compute, share, step)
+                outputs = self._run_and_keep_state(lambda: self._run_counted(function, shares, kind), share, step)
         if self._applied is None and self._backend.topology.size > 1:
             self._constants += weights.of_step(self._model, step.data)
         return outputs
 
-    def _share_of_rank(self, batch: Any) -> Share:
-        (share,) = self._shares_of(batch)
-        return share
+    def _run_counted(self, function: Callable[..., Any], shares: Shares, kind: str) -> Any:
+        """Runs a training or evaluation step, and returns its logs for all replicas of this process."""
 
-    def _compute(self, function: Callable[..., Any], share: Share, step: Step, kind: str | None) -> Any:
-        with on_share(self._backend, step, share.data, self.exact) as data:
-            return function(data)
+        def noted(data: Any) -> Any:
+            return self.logs.note(kind, function(data))
+
+        outputs = self._backend.run(self._step_on(shares, noted), shares.counts, self._model.metrics_variables)
+        if not isinstance(outputs[-1], dict):
+            return outputs[-1]
+        # The last replica's metrics include the other shares.
+        return {
+            name: last if self.logs.is_known(kind, name) else _combined([logs[name] for logs in outputs], shares.counts)
+            for name, last in outputs[-1].items()
+        }
+
+    def _step_on(self, shares: Shares, function: Callable[..., Any]) -> Callable[[int], Any]:
+        """Returns the step of a replica, by its index in this process."""
+        of_rank, first = self._step, self._backend.topology.rank * self._backend.replicas
+        assert of_rank is not None
+
+        def run(index: int) -> Any:
+            share = shares.parts[index]
+            step = Step.of(share, first + index)
+            step.whole, step.own = of_rank.whole, of_rank.own
+            if index == 0:
+                step.applied, step.stopwatch = of_rank.applied, of_rank.stopwatch
+            with on_share(self._backend, step, share.data, self.exact) as data:
+                return function(data)
+
+        return run
 
     def whole(self, batch: Any) -> Any:
-        return batch_of_all_ranks(self._backend, batch) if isinstance(batch, Share | Shares) else as_tensors(batch)
+        return batch_of_all_ranks(self._backend, batch.parts) if isinstance(batch, Shares) else as_tensors(batch)
 
     def _unknown_logs(self, function: Callable[..., Any], outputs: Any) -> Any:
         """Returns logs of the step on shares as averages over the ranks."""
@@ -337,10 +354,12 @@ class RankModel(DistributedModel):
         total = self._backend.all_reduce_exact(tf.cast(own, tf.float64), self._step.next_name("state"))
         return tf.cast(total, own.dtype)
 
-    def _shares_of(self, batch: Any) -> Sequence[Share]:
+    def _shares_of(self, batch: Any) -> Shares:
         """Cuts a whole batch, which `train_on_batch` and similar methods pass without a dataset."""
+        if isinstance(batch, Shares):
+            return batch
         topology = self._backend.topology
-        return [batch if isinstance(batch, Share) else take_share(as_tensors(batch), topology.rank, topology.size)]
+        return take_shares(as_tensors(batch), self._backend.replicas, topology.rank, topology.size)
 
     def _run_and_keep_state(self, function: Callable[[], Any], share: Share, step: Step) -> Any:
         """Runs a step. If the share is empty, it does not change metrics, and its placeholder no statistics."""
@@ -357,50 +376,6 @@ class RankModel(DistributedModel):
         restored = [_restore_if(is_empty, step, metrics), _restore_if(is_empty & ~share.is_whole, step, statistics)]
         with tf.control_dependencies([operation for operation in restored if operation is not None]):
             return tf.nest.map_structure(lambda leaf: tf.identity(leaf) if tf.is_tensor(leaf) else leaf, outputs)
-
-
-class ReplicaModel(RankModel):
-    """A model in processes with several replicas. Those of a process read one dataset, whose elements are `Shares`."""
-
-    _backend: ReplicaBackend
-
-    def _share_of_rank(self, batch: Any) -> Share:
-        return joined(Shares(tuple(self._shares_of(batch))))
-
-    def _compute(self, function: Callable[..., Any], share: Share, step: Step, kind: str | None) -> Any:
-        shares = share.data
-        if kind is None:
-            outputs = self._backend.run(self._step_on(shares, function), shares.counts)
-            return batch_of_shares([part._replace(data=own) for part, own in zip(shares.parts, outputs, strict=True)])
-        outputs = self._backend.run(self._step_on(shares, function), shares.counts, self._model.metrics_variables)
-        if not isinstance(outputs[-1], dict):
-            return outputs[-1]
-        # The last replica's metrics include the other shares.
-        return {
-            name: last if self.logs.is_known(kind, name) else _combined([logs[name] for logs in outputs], shares.counts)
-            for name, last in outputs[-1].items()
-        }
-
-    def _shares_of(self, batch: Any) -> Sequence[Share]:
-        if isinstance(batch, Shares):
-            return batch.parts
-        topology = self._backend.topology
-        return take_shares(as_tensors(batch), self._backend.replicas, topology.rank, topology.size).parts
-
-    def _step_on(self, shares: Shares, function: Callable[..., Any]) -> Callable[[int], Any]:
-        of_rank, first = self._step, self._backend.topology.rank * self._backend.replicas
-        compute = super()._compute
-        assert of_rank is not None
-
-        def run(index: int) -> Any:
-            share = shares.parts[index]
-            step = Step.of(share, first + index)
-            step.whole, step.own = of_rank.whole, of_rank.own
-            if index == 0:
-                step.applied, step.stopwatch = of_rank.applied, of_rank.stopwatch
-            return compute(function, share, step, None)
-
-        return run
 
 
 def _combined(leaves: Sequence[Any], counts: Sequence[Any]) -> Any:
@@ -430,16 +405,11 @@ class LocalTraining(Backend):
                     attach(target, _TUNING, tuning)
                 keras_fit.wrap_fit(_fit)
         elif isinstance(target, keras.Model):
-            model = RankModel if self.replicas == 1 else ReplicaModel
-            model(target, self, options).attach()
+            ReplicaModel(target, self, options).attach()
         else:
             options.scale(target, self.num_replicas)
             distribute_optimizer(target, self)
 
     @functools.cached_property
     def loop(self) -> Loop:
-        if self.num_replicas == 1:
-            return Loop()
-        if isinstance(self, ReplicaBackend) and self.replicas > 1:
-            return ReplicaLoop(self)
-        return RankLoop(self)
+        return Loop() if self.num_replicas == 1 else ReplicaLoop(self)

@@ -21,7 +21,7 @@ from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, tf_data
 from keras_dist.compat.keras_model import attach, attached
 from keras_dist.data import pipeline
-from keras_dist.data.shares import Share, Shares
+from keras_dist.data.shares import Shares
 from keras_dist.errors import ConfigurationError, MismatchError
 from keras_dist.logging import logger
 from keras_dist.state import checkpoint, snapshot
@@ -85,7 +85,7 @@ class TrainingData:
 
     def ordered(self, source: Any) -> Any:
         """Returns the script's data with an order that can be made again. Called before Keras gets them."""
-        if not isinstance(source, tf.data.Dataset) or isinstance(source.element_spec, Share | Shares):
+        if not isinstance(source, tf.data.Dataset) or isinstance(source.element_spec, Shares):
             return source
         seeded = pipeline.with_seed(source, self._order_seed, self._backend.drawn_seed)
         if seeded is not source:

@@ -20,7 +20,7 @@ from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, keras_model, keras_random, tf_compat, tf_graphs
 from keras_dist.compat.keras_model import Attributes, attached
 from keras_dist.data import sources
-from keras_dist.data.shares import Share, Shares, first_rows, joined
+from keras_dist.data.shares import Share, first_rows
 from keras_dist.logging import without_notes_of_tensorflow
 from keras_dist.state import snapshot
 from keras_dist.step.optimizer import build_at_once, parts_of, variables_of
@@ -271,26 +271,26 @@ def real_rows(output: Any, count: Any) -> Any:
     return output[: tf.where(count > 0, rows, tf.zeros_like(rows))]
 
 
-def batch_of_all_ranks(backend: Backend, share: Share | Shares) -> Any:
-    """Returns the whole batch from the shares of all ranks, or of all their replicas. Every rank must call it."""
+def batch_of_all_ranks(backend: Backend, shares: Sequence[Share], name: str = "keras_dist_verified") -> Any:
+    """Returns the whole batch from the shares of all replicas. Every rank must call it with the shares of its own."""
     numbers = itertools.count()
-    if isinstance(share, Shares):
-        share = joined(share)._replace(data=batch_of_shares(share.parts))
 
-    def of_all(rows: Any) -> Any:
-        return gather_rows(backend, real_rows(rows, share.count), f"keras_dist_verified_{next(numbers)}")
+    def gather(rows: Any) -> Any:
+        return gather_rows(backend, rows, f"{name}_{next(numbers)}")
 
-    return tf.nest.map_structure(functools.partial(rows_of_all, of_all), share.data)
+    return batch_of_shares(shares, gather)
 
 
-def batch_of_shares(shares: Sequence[Share]) -> Any:
-    """Returns the whole batch from its shares in this process."""
+def batch_of_shares(shares: Sequence[Share], gather: Callable[[Any], Any] = lambda rows: rows) -> Any:
+    """Returns the whole batch from its shares in this process. `gather` adds the rows of other ones."""
 
     def of_all(*parts: Any) -> Any:
         rows = [real_rows(part, share.count) for part, share in zip(parts, shares, strict=True)]
+        if len(rows) == 1:
+            return gather(rows[0])
         if isinstance(rows[0], tf.Tensor) and (tf.executing_eagerly() or None in rows[0].shape[1:]):
             rows[0] = check_shapes(tf.stack([tf.shape(part)[1:] for part in rows]), rows[0])
-        return tf.concat(rows, 0)
+        return gather(tf.concat(rows, 0))
 
     return tf.nest.map_structure(functools.partial(rows_of_all, of_all), *[share.data for share in shares])
 
@@ -411,7 +411,7 @@ class FirstRows:
         tensors = iter([variable.value() for variable in self._kept])
         leaves = [leaf if leaf is None else next(tensors) for leaf in tf.nest.flatten(self._specs, True)]
         data = tf.nest.pack_sequence_as(self._specs, leaves, expand_composites=True)
-        return batch_of_all_ranks(self._backend, Share(data, tf.constant(count), *[tf.constant(0)] * 2))
+        return batch_of_all_ranks(self._backend, [Share(data, tf.constant(count), *[tf.constant(0)] * 2)])
 
     def trial(self, model: keras.Model, optimizers: Sequence[Any], counters: Sequence[tf.Variable]) -> Trial:
         """Returns the `Trial` of a model's steps, which also undoes what they do to `counters`."""

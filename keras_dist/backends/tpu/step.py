@@ -26,7 +26,7 @@ from keras_dist.errors import NotSupportedError
 from keras_dist.step import step as step_module
 from keras_dist.step.step import RowRange, Step, ratio
 from keras_dist.step.whole_batch import whole_batch
-from keras_dist.training.loop import RankLoop, as_batches, has_examples
+from keras_dist.training.loop import ReplicaLoop, as_batches, has_examples
 
 # The errors of a pipeline begin with one of these.
 _REFUSED = "keras_dist: a batch of"
@@ -342,7 +342,7 @@ def not_filled(received: str) -> NotSupportedError:
 _SCOPE: contextvars.ContextVar[ReplicaScope | None] = contextvars.ContextVar("keras_dist_core", default=None)
 
 
-class CoreLoop(RankLoop):
+class CoreLoop(ReplicaLoop):
     """The functions of a custom training loop on the cores of a TPU.
 
     `kd.shard` returns whole batches, and `kd.run` cuts them: filler rows would count in code that the library doesn't
@@ -376,6 +376,9 @@ class CoreLoop(RankLoop):
         if self._cores == 1:
             return self._strategy.run(function, args=args)
         return self._run(function, args)
+
+    def _as_shares(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return args  # whole: `_run_on_shares` cuts them
 
     def _total_of(self, args: tuple[Any, ...]) -> Any:
         return tf.constant(self._sizes[0])
