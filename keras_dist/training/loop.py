@@ -148,7 +148,7 @@ class ReplicaLoop(Loop, Verified):
         return self._verification.run(function, args, self._total_of(args), step)
 
     def _as_shares(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Returns arguments of which none is from `kd.shard` with the examples of this rank cut for its replicas."""
+        """Cuts the examples of this rank for its replicas, if none of the arguments is from `kd.shard`."""
         if any(isinstance(arg, Shares) for arg in args):
             return args
         args, replicas = as_batches(args), self._backend.replicas
@@ -165,8 +165,10 @@ class ReplicaLoop(Loop, Verified):
 
     def _shares_in(self, args: tuple[Any, ...]) -> Shares:
         """Returns the shares that count: the first ones. Without any, each replica counts as one example."""
-        nothing = Share(None, tf.constant(1), tf.constant(self._backend.num_replicas), tf.constant(0.0))
-        return next((arg for arg in args if isinstance(arg, Shares)), Shares((nothing,) * self._backend.replicas))
+        if (shares := next((arg for arg in args if isinstance(arg, Shares)), None)) is not None:
+            return shares
+        one = Share(None, tf.constant(1), tf.constant(self._backend.num_replicas), tf.constant(0.0))
+        return Shares((one,) * self._backend.replicas)
 
     def whole(self, args: tuple[Any, ...]) -> Any:
         return tuple(

@@ -90,13 +90,7 @@ class ShareStep(Step):
         return self.index if self.gathered else 0
 
     def all_gather(self, tensor: Any, name: str) -> Any:
-        if tf.compat.v1.get_default_graph() is not self._graph:
-            raise NotSupportedError(
-                "The step gathers what all shares compute inside `tf.cond`, `tf.while_loop`, `tf.map_fn` or a "
-                "`tf.function`. With parameter servers the step itself must do so.",
-                name,
-                "Take it out of the condition, the loop or the function. `fit` compiles the whole step.",
-            )
+        check_graph(self._graph, "gathers what all shares compute", name)
         self.told.append(tensor)
         if not self.gathered:
             return tensor
@@ -129,6 +123,17 @@ class ShareStep(Step):
                 count = tf.where(tf.equal(self.position, 0), tf.size(rows.indices), 0)
                 weighed[index] = tf.IndexedSlices(rows.values[:count], rows.indices[:count], rows.dense_shape)
         return weighed
+
+
+def check_graph(graph: Any, what: str, received: str) -> None:
+    """Raises `NotSupportedError` for what a step does in an inner graph: nothing of it can be returned."""
+    if tf.compat.v1.get_default_graph() is not graph:
+        raise NotSupportedError(
+            f"The step {what} inside `tf.cond`, `tf.while_loop`, `tf.map_fn` or a `tf.function`. With parameter "
+            "servers the step itself must do so.",
+            received,
+            "Do it in the step itself, which `fit` compiles: `variable.assign(tf.where(condition, value, variable))`.",
+        )
 
 
 def of_all_shares(told: Sequence[Sequence[Any]]) -> tuple[Any, ...]:

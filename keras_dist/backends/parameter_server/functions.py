@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist.backends.parameter_server.coordinator import Coordinator, beside, device_of
-from keras_dist.backends.parameter_server.exchange import Known, Logs, Outputs, ShareStep
+from keras_dist.backends.parameter_server.exchange import Known, Logs, Outputs, ShareStep, check_graph
 from keras_dist.comm.replicas import explained_gradients
 from keras_dist.compat import keras_model, keras_random, tf_compat
 from keras_dist.compat.keras_model import announce_assignments, attach, updated_variables
@@ -64,7 +64,7 @@ class Capture(keras.StatelessScope):
         elif optimizer is not None or id(variable) in self._direct:
             backing.assign(value)
         else:
-            _check_graph(self._graph, "assigns a variable", f"variable {variable.path!r}")
+            check_graph(self._graph, "assigns a variable", f"variable {variable.path!r}")
             self.updated[id(variable)] = variable
             (self.whole.add if step_module.current() is None else self.whole.discard)(id(variable))
             super().add_update((variable, tf.stop_gradient(value)))  # none flows through a variable that is assigned
@@ -105,7 +105,7 @@ class Recorder(Capture):
         self._read: set[int] = set()
 
     def record(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any] | None) -> None:
-        _check_graph(self._graph, "applies gradients", f"optimizer {optimizer.name!r}")
+        check_graph(self._graph, "applies gradients", f"optimizer {optimizer.name!r}")
         targets = updated_variables(optimizer, variables)
         for variable in targets:
             if id(variable) in self.updated:
@@ -131,17 +131,6 @@ class Recorder(Capture):
         self._read.add(id(variable))
         before = (values[id(variable)] for values in self._before[self._index :] if id(variable) in values)
         return next(before, keras_model.backing(variable))
-
-
-def _check_graph(graph: Any, what: str, received: str) -> None:
-    """Raises `NotSupportedError` for what a step does in an inner graph: nothing of it can be returned."""
-    if tf.compat.v1.get_default_graph() is not graph:
-        raise NotSupportedError(
-            f"The step {what} inside `tf.cond`, `tf.while_loop`, `tf.map_fn` or a `tf.function`. With parameter "
-            "servers the step itself must make all changes.",
-            received,
-            "Do it in the step itself: `variable.assign(tf.where(condition, value, variable))`.",
-        )
 
 
 def prepare_optimizer(optimizer: Any, backend: Coordinator) -> None:
