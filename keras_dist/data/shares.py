@@ -46,7 +46,8 @@ class Shares(NamedTuple):
 
 def take_shares(batch: Any, size: int, rank: int = 0, ranks: int = 1) -> Shares:
     """Cuts the shares of the replicas of one rank from a global batch. Each rank has `size` replicas."""
-    return Shares(tuple(take_share(batch, rank * size + index, ranks * size) for index in range(size)))
+    parts, fingerprint = [cut(batch, rank * size + index, ranks * size) for index in range(size)], fingerprint_of(batch)
+    return Shares(tuple(part._replace(fingerprint=fingerprint) for part in parts))
 
 
 def joined(shares: Shares) -> Share:

@@ -5,6 +5,7 @@ same examples as in one process, each once. If the number of its batches is not 
 last step has fewer batches, and some ranks have an empty share.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -107,12 +108,16 @@ def split(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
 
 def from_chief(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
     """The chief reads, cuts and scatters. The other ranks receive their shares and never open their own stream."""
-    ranks, replicas = backend.topology.size, backend.replicas
 
     def packed(batch: Any) -> tuple[Any, Any]:
-        return pack_shares([take_shares(batch, replicas, rank, ranks) for rank in range(ranks)])
+        return pack_shares(take_shares(batch, backend.num_replicas).parts, backend)
 
     return receive_from_chief(map_batches(dataset, packed), batch_spec(dataset), backend)
+
+
+def of_rank(shares: Sequence[Share], rank: int, backend: Backend) -> Shares:
+    """Returns the shares of one rank from those of all replicas."""
+    return Shares(tuple(shares[rank * backend.replicas : (rank + 1) * backend.replicas]))
 
 
 def receive_from_chief(packed: tf.data.Dataset, spec: Any, backend: Backend) -> tf.data.Dataset:
@@ -203,9 +208,9 @@ def unflatten(spec: Any, tensors: Any) -> Any:
     return tf.nest.pack_sequence_as(spec, [_nothing() if _is_none(part) else next(leaves) for part in parts])
 
 
-def pack_shares(of_ranks: Sequence[Shares]) -> tuple[Any, Any]:
-    """Returns the shares of all ranks as concatenated bytes, and the length of each."""
-    payloads = [pack(flatten(shares)) for shares in of_ranks]
+def pack_shares(shares: Sequence[Share], backend: Backend) -> tuple[Any, Any]:
+    """Returns the shares of all replicas as concatenated bytes, and the length of each rank's part."""
+    payloads = [pack(flatten(of_rank(shares, rank, backend))) for rank in range(backend.topology.size)]
     return tf.concat(payloads, 0), tf.stack([tf.size(payload) for payload in payloads])
 
 
@@ -258,19 +263,10 @@ def group_batches(
     `mode` is `"split"` or `"chief"`, see `MODES`. After `batches_per_epoch` batches a step ends, complete or not;
     `None`: only after the last one.
     """
-    topology, replicas = backend.topology, backend.replicas
-
-    def of_rank(shares: list[Share], rank: int = topology.rank) -> Shares:
-        return Shares(tuple(shares[rank * replicas : (rank + 1) * replicas]))
-
-    if mode == "split" or topology.size == 1:
-        return _groups(dataset, backend.num_replicas, batches_per_epoch, of_rank)
-
-    def of_ranks(shares: list[Share]) -> tuple[Any, Any]:
-        return pack_shares([of_rank(shares, rank) for rank in range(topology.size)])
-
-    packed = _groups(dataset, backend.num_replicas, batches_per_epoch, of_ranks)
-    return receive_from_chief(packed, batch_spec(dataset), backend)
+    grouped = functools.partial(_groups, dataset, backend.num_replicas, batches_per_epoch)
+    if mode == "split" or backend.topology.size == 1:
+        return grouped(lambda shares: of_rank(shares, backend.topology.rank, backend))
+    return receive_from_chief(grouped(lambda shares: pack_shares(shares, backend)), batch_spec(dataset), backend)
 
 
 def _groups(
