@@ -210,7 +210,7 @@ def through_the_wire(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
     return sources.unpack(payload, [tf.TensorSpec([None] * tensor.shape.rank, tensor.dtype) for tensor in tensors])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.data(), st.lists(st.sampled_from(DTYPES), min_size=1, max_size=4))
 def test_numbers_come_back_bit_for_bit(data: st.DataObject, dtypes: list[str]) -> None:
     shapes = arrays.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)

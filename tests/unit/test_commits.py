@@ -22,6 +22,7 @@ from hypothesis.extra import numpy as hnp
 from keras_dist import cli
 from keras_dist.errors import ConfigurationError, DistributionError
 from keras_dist.state.commits import Commits, Position
+from tests.limits import examples
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -65,7 +66,7 @@ def of_ml_dtypes() -> st.SearchStrategy[np.ndarray]:
     return st.builds(make, st.sampled_from(OF_ML_DTYPES), hnp.array_shapes(min_dims=0, min_side=0), st.integers(0, 99))
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 @given(
     st.dictionaries(
         st.text(),
