@@ -39,6 +39,7 @@ from tests.multiprocess.launches import (
     inside,
     ip,
     last_line,
+    output_of,
     processes_of,
     until,
     wait_for,
