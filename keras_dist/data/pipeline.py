@@ -163,6 +163,23 @@ def after(dataset: tf.data.Dataset, batches: int) -> tf.data.Dataset:
     return dataset.skip(batches)
 
 
+def first(dataset: tf.data.Dataset, batches: int) -> tf.data.Dataset:
+    """Returns the first batches of an endless dataset whose order changes; any other dataset as it is.
+
+    Its stages do not read further ahead. They would begin to shuffle again, on some ranks, and the next iteration over
+    the dataset would have another order than in one process.
+    """
+    is_endless = tf.get_static_value(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY
+    return _first(dataset, batches) if is_endless and tf_data.redraws(dataset) else dataset
+
+
+def _first(dataset: tf.data.Dataset, number: Any) -> tf.data.Dataset:
+    stage = tf_data.last_stage(dataset)
+    if stage.kind in ("prefetch", "options", "map", "batch"):
+        return stage.again(_first(stage.input, number * stage.arguments.get("batch_size", 1)))
+    return dataset.take(number)
+
+
 Function = Callable[[Any], Any]
 _SAMPLED_OF_ALL = 2**22  # of an array, of which each batch would have 4096
 
@@ -219,8 +236,8 @@ def decompose(dataset: tf.data.Dataset) -> Pipeline | Arrays | None:
     """Returns the stages of a dataset of batches, `None` if nothing of it can run after the cut."""
     after: list[Function] = []
     current = dataset
-    while (stage := tf_data.last_stage(current)).kind in ("prefetch", "options", "repeat"):
-        if stage.kind == "repeat":
+    while (stage := tf_data.last_stage(current)).kind in ("prefetch", "options", "repeat", "take"):
+        if stage.kind in ("repeat", "take"):
             after.insert(0, stage.again)
         current = stage.input
     if stage.kind == "map" and not after:

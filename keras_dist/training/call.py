@@ -58,6 +58,17 @@ class Call:
         return own + keras_fit.argument_names(self.name)[len(own) :] if passes_on else own
 
 
+def batches_of(model: keras.Model, call: Call) -> int | None:
+    """Returns how many batches of its data a call of `fit`, `evaluate` or `predict` reads, if it was told."""
+    is_fit = call.name == "fit"
+    steps = call.get("steps_per_epoch" if is_fit else "steps")
+    epochs = call.get("epochs") if is_fit else 1
+    if not (steps and epochs) or keras_fit.is_overridden(model, call.name):
+        return None
+    executions = -(-steps // model.steps_per_execution)
+    return executions * model.steps_per_execution * (epochs - (call.get("initial_epoch") or 0))
+
+
 def build(model: keras.Model, step: Callable[[Any], Any], spec: Any, batch: Any) -> None:
     """Builds a model from the specification of its data, or a batch if there is no dataset, if it is not built yet."""
     if keras_model.is_built(model):

@@ -32,7 +32,7 @@ from keras_dist.step.optimizer import build_at_once, optimizers_of, parts_of, va
 from keras_dist.step.step import Stopwatch, explain_check
 from keras_dist.step.whole_batch import compiled_layers, explain_compilation
 from keras_dist.training import refusals
-from keras_dist.training.call import Call
+from keras_dist.training.call import Call, batches_of
 from keras_dist.training.interrupts import interrupts_of
 from keras_dist.training.options import Options
 from keras_dist.training.refusals import ATTACHED, DISTRIBUTED
@@ -71,6 +71,7 @@ class DistributedModel(Verified):
         self.loss_of_rank: Loss | None = None  # of the last epoch, before that of all ranks was known
         self.given: Any = None  # the dataset that Keras has passed last
         self._groups_next = False
+        self._to_read: int | None = None  # batches of the next dataset, if Keras is told how many
         self.extended = keras_fit.StrategyExtension()
         self.logs = Logs(model, backend.topology.is_chief)
         self._fitting = FitExtensions(model, backend, self._optimizers, options.tuning(model, backend))
@@ -264,6 +265,7 @@ class DistributedModel(Verified):
                 attached(self, "_is_watched", is_watched),
                 self._explained(),
                 attached(self, "_groups_next", grows),  # the training data are the next dataset
+                attached(self, "_to_read", batches_of(self._model, call)),
                 keras_fit.arranged_callbacks(self._model, self._with_late),
             ):
                 yield

@@ -16,7 +16,7 @@ from keras_dist.compat import keras_fit, keras_layers, keras_model
 from keras_dist.compat.keras_model import attach
 from keras_dist.compat.tf_compat import host_variable
 from keras_dist.data import sources
-from keras_dist.data.pipeline import fold
+from keras_dist.data.pipeline import first, fold
 from keras_dist.data.shares import UNCUT, Share, Shares, joined, may_be_empty, take_shares
 from keras_dist.errors import check_alike
 from keras_dist.logging import logger, warn_once
@@ -253,6 +253,9 @@ class ReplicaModel(DistributedModel):
         if isinstance(dataset.element_spec, Shares):  # from `kd.shard`
             self._groups_next = False
             return dataset
+        to_read, self._to_read = self._to_read, None
+        if to_read:
+            dataset = first(dataset, to_read + 1)  # TensorFlow reads one batch ahead in plain Keras
         mode, reason = ("sharded", "AutoShardPolicy.OFF") if sources.is_sharded(dataset) else (self.data, self.reason)
         logger().debug("data: %s (%s), %s", mode, reason, type(dataset).__name__.strip("_"))
         is_grouped, self._groups_next = self._groups_next, False

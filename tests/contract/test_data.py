@@ -49,6 +49,16 @@ add("data-tf-shuffled-unseeded", lambda: examples().shuffle(COUNT).batch(BATCH),
 add("data-tf-cached-prefetched", lambda: examples().cache().shuffle(COUNT).batch(BATCH).prefetch(2), ("together-data",))
 # 3 steps per epoch, 4 batches: epochs begin in the middle of the data.
 add("data-tf-repeated-steps-per-epoch", lambda: dataset().repeat(), READS, {"epochs": 3, "steps_per_epoch": 3})
+
+
+@contract("data-tf-repeated-several-fits", of=NOT_TPU, also=("mirrored-2",))
+def test_repeated_several_fits(distribute: Distribute) -> Numbers:
+    """All ranks read one batch ahead, as plain Keras does. A second one would begin to shuffle, for the next call."""
+    data, model = examples(20).shuffle(20, seed=5).repeat().batch(BATCH).prefetch(1), compiled(distribute)
+    plans = ((1, 1), (2, 3), (1, 6), (1, 2))
+    return {str(plan): fitted(model, data, epochs=plan[0], steps_per_epoch=plan[1]) for plan in plans}
+
+
 add("data-tf-steps-per-epoch-unrepeated", dataset, READS, {"steps_per_epoch": 2})
 add("data-tf-unknown-size", lambda: dataset().filter(lambda x, y: tf.shape(x)[0] > 1),
     (*READS, "commit-pydataset"))  # fmt: skip
