@@ -245,9 +245,9 @@ def _check(args: argparse.Namespace) -> None:
             f"--ps {args.ps}, -np {args.num_processes}, --backend {args.backend}",
             "Leave out -np and --backend: `--workers 4 --ps 2`.",
         )
-    if args.mpi and (args.ps is not None or not args.kubeflow or args.backend not in ("auto", "horovod")):
+    if args.mpi and (args.ps is not None or not args.kubeflow or args.backend != "auto"):
         raise ConfigurationError(
-            "--mpi prints a job of Kubeflow, whose ranks use horovod.",
+            "--mpi prints a job of Kubeflow, whose ranks mpirun starts: it has no servers and no other backend.",
             f"--mpi{f' --ps {args.ps}' if args.ps else ''} --backend {args.backend}",
             "Write `--kubeflow --mpi --workers 4`, or leave out --mpi.",
         )
