@@ -151,9 +151,14 @@ def manifests(args: argparse.Namespace) -> list[dict[str, Any]]:
     return [manifest("v1", "Service", args.name, spec=service), *first, *jobs]
 
 
+def _ranks(args: argparse.Namespace) -> int:
+    """Returns how many ranks a pod has."""
+    return int(args.num_processes or args.gpus or 1)
+
+
 def _nodes(args: argparse.Namespace) -> tuple[list[str], list[Any]]:
     """Returns the command and the variables of pods that are the nodes of `keras-dist run`."""
-    command = ["keras-dist", "run", "-np", str(args.num_processes or args.gpus or 1)]
+    command = ["keras-dist", "run", "-np", str(_ranks(args))]
     command += [] if args.backend == "auto" else ["--backend", args.backend]
     command += ["--grace", str(args.grace), *(["-m"] if args.module else []), *args.target]
     return command, [
@@ -208,7 +213,7 @@ def _tf_job(jobs: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str, dict[str
 
 def _mpi_job(args: argparse.Namespace, job: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yields version, kind and content of an MPIJob. Its launcher has a file of the workers, which run sshd."""
-    worker, ranks = job["spec"]["template"], args.num_processes or args.gpus or 1
+    worker, ranks = job["spec"]["template"], _ranks(args)
     _leave_places_to_kubeflow(worker, "train")
     (container,) = worker["spec"]["containers"]
     del container["env"], container["command"]

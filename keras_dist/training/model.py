@@ -15,8 +15,7 @@ from keras_dist.comm.replicas import mean_of_shares
 from keras_dist.compat import keras_fit, keras_layers, keras_model
 from keras_dist.compat.keras_model import attach
 from keras_dist.compat.tf_compat import host_variable
-from keras_dist.data import sources
-from keras_dist.data.pipeline import first, fold
+from keras_dist.data import pipeline, sources
 from keras_dist.data.shares import UNCUT, Share, Shares, joined, may_be_empty, take_shares
 from keras_dist.errors import check_alike
 from keras_dist.logging import logger, warn_once
@@ -255,7 +254,7 @@ class ReplicaModel(DistributedModel):
             return dataset
         to_read, self._to_read = self._to_read, None
         if to_read:
-            dataset = first(dataset, to_read + 1)  # TensorFlow reads one batch ahead in plain Keras
+            dataset = pipeline.first(dataset, to_read + 1)  # TensorFlow reads one batch ahead in plain Keras
         mode, reason = ("sharded", "AutoShardPolicy.OFF") if sources.is_sharded(dataset) else (self.data, self.reason)
         logger().debug("data: %s (%s), %s", mode, reason, type(dataset).__name__.strip("_"))
         is_grouped, self._groups_next = self._groups_next, False
@@ -288,7 +287,7 @@ class ReplicaModel(DistributedModel):
         share = joined(shares)
         step = Step.of(share, self._backend.topology.rank, self.stopwatch if self._applied is None else None)
         self._step, step.applied = step, self._applied
-        fold(self._fingerprint, share.fingerprint)
+        pipeline.fold(self._fingerprint, share.fingerprint)
         kind = self._kind_of(function)
         whole = whole_batch(self._backend, self.prepare_found, self._model, exact=self.exact)
         with whole, self.logs.recording(), self.noting_draws(kind):

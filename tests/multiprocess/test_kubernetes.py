@@ -258,8 +258,8 @@ def apply(control: ControlPlane, hosts: list[str], tmp_path: Path) -> Iterator[A
             control.ask("PATCH", f"/api/v1/nodes/{host}/status", {"status": status})
         command = [*KERAS_DIST, "kube", "--image", "our/image", "--namespace", namespace, "--claim", f"runs:{runs}"]
         printed = output_of(*command, *options, tmp_path / "train.py", str(runs), *arguments)
-        apply = ["kubectl", f"--kubeconfig={control.config}", "apply", "--validate=strict", "-f", "-"]
-        done = subprocess.run(apply, input=printed, capture_output=True, text=True, timeout=60)
+        kubectl = ["kubectl", f"--kubeconfig={control.config}", "apply", "--validate=strict", "-f", "-"]
+        done = subprocess.run(kubectl, input=printed, capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stderr) == (0, "")
         return nodes
 

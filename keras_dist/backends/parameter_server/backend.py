@@ -77,7 +77,7 @@ class CoordinatorModel(ReplicaModel):
 
     @contextlib.contextmanager
     def _running(self, call: Call) -> Iterator[None]:
-        together = not act_between_batches(call.get("callbacks"))
+        together = not (self._model.run_eagerly or act_between_batches(call.get("callbacks")))
         with super()._running(call), keras_fit.epoch_iterators(functools.partial(self._exchange, together)):
             for argument in ("x", "validation_data"):
                 given = call.get(argument)

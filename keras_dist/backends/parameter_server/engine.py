@@ -384,7 +384,7 @@ class AsyncEngine(SyncEngine):
     def _most(self, kind: str, data: Pass) -> int:
         """How many steps a call may have."""
         steps = self._per_execution
-        if data.together and kind in self._seconds and not self._model.run_eagerly:
+        if data.together and kind in self._seconds:
             steps = max(steps, min(TOGETHER, int(CALL_SECONDS / self._seconds[kind])))
         return steps if self._window is None else min(steps, max(1, self._window // self._size))
 
