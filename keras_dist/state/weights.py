@@ -338,6 +338,14 @@ def combine_metrics(
         assign(metric.variables, combined)
 
 
+def keep_totals_on_chief(model: keras.Model, backend: Backend) -> None:
+    """Resets what the other ranks' metrics have counted, which the next sum over the ranks would count once more."""
+    for metric, values in zip(model.metrics, metric_states(model)[1], strict=True):
+        for variable, value in zip(metric.variables, values, strict=True):
+            if variable.aggregation == "sum" and not backend.topology.is_chief:
+                variable.assign(value)
+
+
 def combine_states(values: Sequence[np.ndarray], reset: np.ndarray, aggregation: str, name: str) -> np.ndarray:
     """Combines the ranks' values of one variable of a metric. Its value after a reset is counted once."""
     dtype = reset.dtype

@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras_dist.comm.backend import Backend
 from keras_dist.comm.replicas import mean_of_shares
 from keras_dist.compat import keras_fit, keras_layers, keras_model
-from keras_dist.compat.keras_model import attach
+from keras_dist.compat.keras_model import attach, attached
 from keras_dist.compat.tf_compat import host_variable
 from keras_dist.data import pipeline, sources
 from keras_dist.data.shares import UNCUT, Share, Shares, joined, may_be_empty, take_shares
@@ -63,8 +63,9 @@ class ReplicaModel(DistributedModel):
         self._consistency = consistency_check_of(backend.topology.size)
         self._has_compared_options = self._state_is_broadcast = False
         self._has_run = False
+        self._has_totals = False  # True while the metrics of each rank have the counts of all
         self._step: Step | None = None  # the last one
-        self._read_as(options.data)
+        self.data, self.reason = options.data or "split", "by kd.distribute" if options.data else "the default"
         self._to_group: tuple[tf.data.Dataset, str] | None = None
         self._constants: list[tuple[str, str, str]] = []
         self.distribute: Callable[[tf.data.Dataset], tf.data.Dataset] | None = None  # as it was, a part of it
@@ -90,8 +91,8 @@ class ReplicaModel(DistributedModel):
         with super()._running(call), contextlib.ExitStack() as stack:
             sources = (call.get("x"), call.get("validation_data"))
             if self.options.data is None and any(isinstance(source, types.GeneratorType) for source in sources):
-                self._read_as("chief", "a Python generator")  # generators may differ by rank
-            stack.callback(self._read_as, self.options.data)
+                stack.enter_context(attached(self, "data", "chief"))  # generators may differ by rank
+                stack.enter_context(attached(self, "reason", "a Python generator"))
             self._seen()  # what a call that failed has left
             if call.name == "fit" or not self._has_compared_options:  # before reading data: errors must name the call
                 text = f"model.{call.name}{' (start)' if call.name == 'fit' else ''}"
@@ -104,13 +105,10 @@ class ReplicaModel(DistributedModel):
                 # For the watchdog, `predict` is one call: reading its data has collectives between the steps.
                 stack.enter_context(self._backend.in_call("model.predict (steps)"))
                 stack.enter_context(keras_fit.epoch_iterators(self.prepare))
-            if call.name in ("train_on_batch", "test_on_batch"):
-                if not self._state_is_broadcast:  # before the first batch; each `fit` does it in `Synchronizer`
-                    weights.broadcast_state(self._model, self._optimizers(), self._backend, f"model.{call.name}")
-                    self._state_is_broadcast = True
-                if not self._backend.topology.is_chief:
-                    # Before 3.15 Keras does not reset them here. The chief's metrics hold the totals of all ranks.
-                    self._model.reset_metrics()
+            if call.name in ("train_on_batch", "test_on_batch") and not self._state_is_broadcast:
+                # Before the first batch; each `fit` does it in `Synchronizer`.
+                weights.broadcast_state(self._model, self._optimizers(), self._backend, f"model.{call.name}")
+                self._state_is_broadcast = True
             was_built = keras_model.is_built(self._model)
             yield
             if not was_built and call.name in ("evaluate", "predict", "predict_on_batch"):
@@ -161,6 +159,9 @@ class ReplicaModel(DistributedModel):
         def watched(iterator: Any) -> Any:
             nonlocal must_run
             self.interrupts.before_step()
+            if self._has_totals:  # Keras may not have reset them, as between two steps of `fit` or `train_on_batch`
+                self._has_totals = False
+                weights.keep_totals_on_chief(self._model, backend)
             self._has_run = False
             try:
                 with backend.in_call(step):
@@ -212,14 +213,10 @@ class ReplicaModel(DistributedModel):
         averages = weights.synchronize_metrics(
             self._model, self._optimizers(), self._backend, text, others, weight, self._seen()
         )
+        self._has_totals = self._backend.topology.size > 1
         call.set("logs", {**logs, **averages})
 
     # --- The strategy that Keras uses ---
-
-    def _read_as(self, data: str | None, reason: str = "by kd.distribute") -> None:
-        """Sets who reads the data, `None` for the default, and the reason for the log."""
-        self.data = data or "split"
-        self.reason = reason if data else "the default"
 
     @property
     def counters(self) -> list[tf.Variable]:

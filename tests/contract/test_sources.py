@@ -146,7 +146,10 @@ def test_generator_unseeded(distribute: Any) -> Numbers:
     model, noted = compiled(distribute), Noted()
     alone = compiled(same)
     alone.set_weights(model.get_weights())
-    result = fitted(model, noted(4), epochs=1)
+    # A callback's own call leaves it as it is that the chief reads what `fit` reads.
+    predict = keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: model.predict(numbers(5)[0], verbose=0))
+    validation = {"validation_data": Noted()(2), "validation_steps": 2}
+    result = fitted(model, noted(4), epochs=1, callbacks=[predict], **validation)
     for batch in noted.given or Noted()(4):
         alone.train_on_batch(*batch)
     return {"own_weights": result["weights"], "own_alone": alone.get_weights()}
