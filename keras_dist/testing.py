@@ -29,11 +29,9 @@ from keras_dist.launcher.function import cloudpickle_module, dumps_call, dumps_f
 from keras_dist.launcher.job import LAUNCHABLE, make_cluster
 from keras_dist.launcher.processes import signal_session, start_process
 
-# One thread per process: ranks don't compete for cores, and sums have one order. Horovod looks for work less often:
-# most of the time the ranks wait for the next function.
+# One thread per process: ranks don't compete for cores, and sums have one order.
 _ENVIRONMENT = {
-    "HOROVOD_CYCLE_TIME": "1", "OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1",
-    "TF_CPP_MIN_LOG_LEVEL": "2",
+    "OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2",
 }  # fmt: skip
 _START_SECONDS = 180.0
 _CHECK_SECONDS = 20.0

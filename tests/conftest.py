@@ -32,7 +32,8 @@ class Pools:
 
     def __init__(self, forks: ForkServer, temporary: Path) -> None:
         self._forks = forks
-        self._environ = {**os.environ, "TMPDIR": str(temporary)}
+        # Most of the time ranks wait for the next function: Horovod looks for work less often than by default.
+        self._environ = {**os.environ, "TMPDIR": str(temporary), "HOROVOD_CYCLE_TIME": "1"}
         self._pools: dict[tuple[str, int], ForkedPool] = {}
 
     def get(self, backend: str, size: int) -> ForkedPool:
