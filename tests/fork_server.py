@@ -2,9 +2,10 @@
 
     python fork_server.py
 
-Each line of its input is a JSON object, and is answered by a line. `{"run": [script, argument, ...], "environ": {...},
-"folder": working directory, "output": file, "errors": file}` starts a process, and is answered by its number;
-`{"ended": number}` by its exit code, or `null`. When its input ends, it kills what still runs.
+Each line of its input is a JSON object with a `number`, and is answered by a line: `{"number": ..., "answer": ...}`.
+`{"run": [script, argument, ...], "environ": {...}, "folder": working directory, "output": file, "errors": file}` starts
+a process, and is answered by its PID; `{"ended": PID}` by its exit code, or `null`. When its input ends, it kills what
+still runs.
 """
 
 import contextlib
@@ -69,7 +70,7 @@ def main() -> None:
         else:
             pid = order["ended"]
             codes[pid] = answer = exit_code(pid) if codes[pid] is None else codes[pid]
-        print(json.dumps(answer), flush=True)
+        print(json.dumps({"number": order["number"], "answer": answer}), flush=True)
     for pid in [pid for pid, code in codes.items() if code is None]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

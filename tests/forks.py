@@ -29,6 +29,7 @@ class ForkServer:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
+        self._numbers = itertools.count()
 
     def start(self, command: Sequence[str], environ: dict[str, str], folder: Path, output: Path, errors: Path) -> int:
         """Starts a script, and returns the number of its process."""
@@ -63,9 +64,13 @@ class ForkServer:
             self._process = subprocess.Popen(
                 command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
-        self._process.stdin.write(json.dumps(order) + "\n")
+        number = next(self._numbers)
+        self._process.stdin.write(json.dumps({**order, "number": number}) + "\n")
         self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
+        answer = {"number": None}
+        while answer["number"] != number:  # a test that ran out of time may have left an answer
+            answer = json.loads(self._process.stdout.readline())
+        return answer["answer"]
 
     def pids(self) -> set[int]:
         return set() if self._process is None else {self._process.pid}
