@@ -519,7 +519,10 @@ class Pass:
         if window is not None:
             most = min(most, window - begun)
         if self._limit is not None:  # a step that Keras doesn't ask for must not be made
-            most = min(most, self._limit - self.done % self._limit - begun)
+            left = self._limit - self.done % self._limit - begun
+            # Calls get shorter towards the end of an epoch: otherwise one worker still has many steps when the others
+            # have none. Guided self-scheduling, Polychronopoulos and Kuck, 1987.
+            most = min(most, -(-left // len(self._of_workers)))
         reading = [batch.shard for batch in under_way]
         for offset in range(len(self._of_workers) if most > 0 else 0):
             shard = self._of_workers[(self._turn + offset) % len(self._of_workers)]
