@@ -338,11 +338,11 @@ def combine_metrics(
         assign(metric.variables, combined)
 
 
-def keep_totals_on_chief(model: keras.Model, backend: Backend) -> None:
-    """Resets what the other ranks' metrics have counted, which the next sum over the ranks would count once more."""
+def reset_totals(model: keras.Model) -> None:
+    """Resets what metrics have counted, which the next sum over the ranks would count once more for this one."""
     for metric, values in zip(model.metrics, metric_states(model)[1], strict=True):
         for variable, value in zip(metric.variables, values, strict=True):
-            if variable.aggregation == "sum" and not backend.topology.is_chief:
+            if variable.aggregation == "sum":
                 variable.assign(value)
 
 

@@ -63,7 +63,7 @@ class ReplicaModel(DistributedModel):
         self._consistency = consistency_check_of(backend.topology.size)
         self._has_compared_options = self._state_is_broadcast = False
         self._has_run = False
-        self._has_totals = False  # True while the metrics of each rank have the counts of all
+        self._has_totals = False  # the metrics have the counts of all ranks, to be reset
         self._step: Step | None = None  # the last one
         self.data, self.reason = options.data or "split", "by kd.distribute" if options.data else "the default"
         self._to_group: tuple[tf.data.Dataset, str] | None = None
@@ -161,7 +161,7 @@ class ReplicaModel(DistributedModel):
             self.interrupts.before_step()
             if self._has_totals:  # Keras may not have reset them, as between two steps of `fit` or `train_on_batch`
                 self._has_totals = False
-                weights.keep_totals_on_chief(self._model, backend)
+                weights.reset_totals(self._model)
             self._has_run = False
             try:
                 with backend.in_call(step):
@@ -213,7 +213,7 @@ class ReplicaModel(DistributedModel):
         averages = weights.synchronize_metrics(
             self._model, self._optimizers(), self._backend, text, others, weight, self._seen()
         )
-        self._has_totals = self._backend.topology.size > 1
+        self._has_totals = not self._backend.topology.is_chief  # which keeps them
         call.set("logs", {**logs, **averages})
 
     # --- The strategy that Keras uses ---

@@ -146,7 +146,7 @@ def test_generator_unseeded(distribute: Any) -> Numbers:
     model, noted = compiled(distribute), Noted()
     alone = compiled(same)
     alone.set_weights(model.get_weights())
-    # A callback's own call leaves it as it is that the chief reads what `fit` reads.
+    # The chief still reads what `fit` reads after a callback's own call.
     predict = keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: model.predict(numbers(5)[0], verbose=0))
     validation = {"validation_data": Noted()(2), "validation_steps": 2}
     result = fitted(model, noted(4), epochs=1, callbacks=[predict], **validation)

@@ -513,6 +513,30 @@ def test_recompiled(distribute: Any) -> Numbers:
     return {"frozen": frozen, "not yet": not_yet, "whole": fitted(model, *numbers())}
 
 
+@contract("traced-again", also=("parameter_server-2",))
+def test_traced_again(distribute: Any) -> Numbers:
+    """What is trained and how a layer computes is decided by the trace, which a callback may ask for in `fit`."""
+    model = compiled(distribute, keras.optimizers.Adam(0.01))
+    model.optimizer.build(model.trainable_variables)
+    first, last = model.layers[0], model.layers[-1]
+    first.trainable = False
+    predictions = [model.predict(numbers(9)[0], verbose=0)]
+    evaluation = model.evaluate(*numbers(9), verbose=0)
+    first.trainable, last.trainable = True, False
+
+    def unfreeze(epoch: int, logs: Any = None) -> None:
+        if epoch == 1:
+            last.trainable = True
+            model.make_train_function(force=True)
+
+    callback = keras.callbacks.LambdaCallback(on_epoch_begin=unfreeze)
+    history = model.fit(*numbers(), epochs=2, callbacks=[callback], verbose=0).history
+    last.activation = keras.activations.tanh
+    model.make_predict_function(force=True)
+    predictions.append(model.predict(numbers(9)[0], verbose=0))
+    return {"evaluation": evaluation, "predictions": predictions, **outcome(model, history)}
+
+
 @contract("evaluated-first", covered_by=("evaluate",))
 def test_evaluated_first(distribute: Any) -> Numbers:
     model = compiled(distribute)

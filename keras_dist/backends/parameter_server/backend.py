@@ -143,6 +143,7 @@ class CoordinatorModel(ReplicaModel):
     def _make_function(self, kind: str, call: Call) -> None:
         self._is_settled = False
         self._refuse_own_function(f"{kind}_function")
+        self._trace_again(kind, call)
 
         def function(iterator: Any) -> Any:
             engine = self._ready_engine()
@@ -152,6 +153,11 @@ class CoordinatorModel(ReplicaModel):
         is_on_shares = kind == "train" or self.exact
         checked = self._with_check(kind, self._noted(function)) if is_on_shares else function
         attach(self._model, f"{kind}_function", checked)
+
+    def _trace_again(self, kind: str, call: Call) -> None:
+        """Lets a step be traced again if Keras would: another part of the model may be frozen, or have changed."""
+        if self._engine is not None and (call.get("force") or getattr(self._model, f"{kind}_function") is None):
+            self._engine.trace_again(kind)
 
     def _count_end_of_data(self, iterator: Any) -> None:
         if not isinstance(iterator, shards.Pass):  # of what workers read, only they know the length
@@ -171,6 +177,7 @@ class CoordinatorModel(ReplicaModel):
             super()._check_own_code(kind, rows)
 
     def _make_predict_function(self, call: Call) -> None:
+        self._trace_again("predict", call)
         attach(self._model, "predict_function", self._with_check("predict", lambda b: self._ready_engine().predict(b)))
 
     def _collect_logs(self, call: Call) -> None:

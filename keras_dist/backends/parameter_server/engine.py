@@ -86,6 +86,12 @@ class SyncEngine:
             outputs += self.predict_on(batch)
         return batch_of_shares(outputs)
 
+    def trace_again(self, kind: str) -> None:
+        """Forgets what was traced of the steps of a kind. Those that are under way are still made as they were."""
+        functions = [getattr(self._functions, f"{kind}_{size}", None) for size in ("share", "whole")]
+        self._traced = {key: traced for key, traced in self._traced.items() if key[0] not in functions}
+        self._exact = None
+
     def drain(self) -> None:
         """Waits for the training steps that are under way, and counts them. Synchronous ones are done already."""
 

@@ -171,7 +171,7 @@ class Functions:
         self._logs = distributed.logs
         self._distributed = distributed
         self.is_exact = is_exact or distributed.exact
-        self._metrics, self._weights = list(model.metrics_variables), len(model.trainable_variables)
+        self._metrics = list(model.metrics_variables)
         self._seeds = [generator.state for generator in keras_random.seed_generators(model)]
         self.resets = [value for values in weights.metric_states(model)[1] for value in values]
         for variable in self._metrics:
@@ -289,16 +289,20 @@ class Functions:
 
     def _logs_of(self, kind: str, data: Any) -> Logs:
         """Runs a step. Returns its logs, except for those that the coordinator computes from the metrics."""
-        with self._logs.recording(), explained_gradients(self._weight_paths):
+        weights = functools.partial(self._weight_paths, len(self._model.trainable_variables))
+        with self._logs.recording(), explained_gradients(weights):
             logs = self._logs.note(kind, _untraced(getattr(self._model, f"{kind}_step"))(data))
         if not isinstance(logs, dict):
             return {}
         return {name: tf.convert_to_tensor(log) for name, log in logs.items() if not self._logs.is_known(kind, name)}
 
-    def _weight_paths(self) -> list[str]:
-        """Returns the weights that a step may have assigned. Refuses those that it has made: none is a variable yet."""
+    def _weight_paths(self, known: int) -> list[str]:
+        """Returns the weights that a step may have assigned. Refuses those that it has made: none is a variable yet.
+
+        `known` are those that were there before it.
+        """
         paths = [variable.path for variable in self._model.trainable_variables]
-        if made := paths[self._weights :]:
+        if made := paths[known:]:
             raise NotSupportedError(
                 "With parameter servers a step cannot take the gradient of weights that it has made itself.",
                 ", ".join(made[:5]),
