@@ -52,7 +52,9 @@ from runner import (
     take_turns,
 )
 
+from keras_dist.environment import GLIBC_TUNABLES
 from keras_dist.launcher.cluster import HorovodCluster
+from keras_dist.launcher.processes import LARGE_PAGES
 from keras_dist.testing import WorkerPool
 
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -79,6 +81,7 @@ SUMS = [Sum(1, 40), Sum(25, 4), Sum(100, 2)]
 # --- Contestants ---
 
 PLAIN, SERIAL, ALONE = "plain Keras", "serial", "processes that don't talk"
+SMALL_PAGES = "plain Keras, pages of 4 KB"
 HOROVOD, LOOP, LOOP_ON_OUR_RANKS = "horovod", "loop", "loop on our ranks"
 DDP, DDP_SERIAL, DDP_FUSED = "DDP", "DDP, one process", "DDP, fused"
 TUNED, TUNED_RANKS = "tuned", "tuned ranks"
@@ -93,6 +96,7 @@ CONTESTANTS = {
     PLAIN: Contestant("serial", "plain_keras"),
     SERIAL: Contestant("serial", "ours"),
     ALONE: Contestant("alone", "plain_keras"),
+    SMALL_PAGES: Contestant("small pages", "plain_keras"),
     HOROVOD: Contestant("horovod", "ours"),
     LOOP: Contestant("loop", "horovod_loop"),
     LOOP_ON_OUR_RANKS: Contestant("horovod loop", "horovod_loop"),
@@ -126,6 +130,7 @@ def started_pools(cores: list[int], folder: str) -> Pools:
     makers: dict[str, Callable[[], Any]] = {
         "serial": lambda: WorkerPool(1, "serial"),
         "both cores": lambda: WorkerPool(1, "serial"),
+        "small pages": lambda: WorkerPool(1, "serial", environ={**os.environ, GLIBC_TUNABLES: ""}),
         "horovod": lambda: WorkerPool(RANKS, "horovod"),
         "horovod loop": lambda: WorkerPool(RANKS, "horovod"),  # of its own: in the same ranks it made `fit` slower
         "multi_worker": lambda: WorkerPool(RANKS, "multi_worker"),
@@ -139,7 +144,7 @@ def started_pools(cores: list[int], folder: str) -> Pools:
         **{name: functools.partial(horovod_processes, "ours_compressed", COMPRESSION=name) for name in COMPRESSIONS},
     }
     served = {f"{count} workers": functools.partial(WorkerPool, count, "parameter_server") for count in WORKERS}
-    of_one, makers = ("serial", "torch"), {**makers, **served}
+    of_one, makers = ("serial", "torch", "small pages"), {**makers, **served}
     cores_of = {name: first if name in of_one else cores for name in makers}
     return Pools(makers, cores_of, awake=["parameter_server", *served])
 
@@ -316,6 +321,14 @@ PARTS = {
                 is_goal=True,
             ),
             Section(
+                "large pages",
+                "Ratio",
+                [
+                    Row("Plain Keras: time with pages of 2 MB over that with pages of 4 KB", (PLAIN, SMALL_PAGES)),
+                    Row("Efficiency of 2 processes against plain Keras with 4 KB", (SMALL_PAGES, HOROVOD), {}, True),
+                ],
+            ),
+            Section(
                 "backends",
                 "Time over the rival's",
                 [Row(f"2 replicas: {name} over horovod", (name, HOROVOD)) for name in BACKENDS],
@@ -448,7 +461,8 @@ def main() -> int:
     interrupted = False
     if not args.render:
         cores, load = pick_cores(RANKS), os.getloadavg()[0]
-        os.environ.update(ONE_THREAD, TF_CPP_MIN_LOG_LEVEL="2", **PATIENCE)
+        # All contestants have the pages that `keras-dist run` lets malloc ask for.
+        os.environ.update({**ONE_THREAD, **PATIENCE, GLIBC_TUNABLES: LARGE_PAGES, "TF_CPP_MIN_LOG_LEVEL": "2"})
         for name, part in PARTS.items():
             if not interrupted and (sections := [each for each in part.sections if each.name in args.only]):
                 interrupted = not measured(name, part, sections, cores, load, args)

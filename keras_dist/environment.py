@@ -34,6 +34,7 @@ class Topology:
         return f"rank {self.rank} of {self.size}"
 
 
+GLIBC_TUNABLES = "GLIBC_TUNABLES"  # glibc's own
 LOG_LEVEL = "KERAS_DIST_LOG"
 BACKEND = "KERAS_DIST_BACKEND"
 BIND = "KERAS_DIST_BIND"

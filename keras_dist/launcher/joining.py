@@ -347,7 +347,7 @@ LOCAL = ("localhost", LOOPBACK)
 _BATCH = ("-o", "BatchMode=yes")  # it asks for no password
 _END_SECONDS = 2.0
 # What a user sets for the ranks. Everything else is as after a new login there.
-_SENT = ("KERAS_DIST_", "HOROVOD_", "TF_", "NCCL_", "OMP_", "CUDA_", "PYTHON", "PATH", "LD_LIBRARY_PATH", "KERAS_")
+_SENT = ("GLIBC_", "HOROVOD_", "TF_", "NCCL_", "OMP_", "CUDA_", "PYTHON", "PATH", "LD_LIBRARY_PATH", "KERAS_")
 
 
 def parse_hosts(text: str) -> list[Host]:

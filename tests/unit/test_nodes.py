@@ -3,6 +3,8 @@
 import json
 import re
 import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from keras_dist.launcher.cluster import HorovodCluster, MultiWorkerCluster, Para
 from keras_dist.launcher.job import Outcome, Restarts
 from keras_dist.launcher.nodes import Channel, ChannelError, Node, address_of, free_ports, interface_of, told_by
 from keras_dist.launcher.output import Console
+from keras_dist.launcher.processes import rank_environment
 
 NODES = (1, "10.0.0.1", "eth0"), (3, "10.0.0.2", "ib0"), (2, "10.0.0.3", "eth0"), (1, "10.0.0.2", "ib0")
 
@@ -45,6 +48,18 @@ def test_what_horovod_is_told_of_nodes_of_different_sizes() -> None:
         ["6", "7", "3", "4", "0", "1", "ib0"],  # two launchers on one host
     ]
     assert ports[1:] == ["1001"] * 3 + ["1002"] * 2 + ["1003"]  # each of its own launcher
+
+
+def test_the_memory_of_a_rank_is_in_large_pages_unless_the_user_has_set_it() -> None:
+    own = {"GLIBC_TUNABLES": "glibc.malloc.check=0"}
+    assert rank_environment(own, "lo", {})["GLIBC_TUNABLES"] == own["GLIBC_TUNABLES"]
+    program = "b = bytearray(b'x') * 2**26; print(open('/proc/self/smaps_rollup').read())"
+    environ = rank_environment(environment.current(), "lo", {})
+    told = subprocess.check_output([sys.executable, "-c", program], env=environ, text=True)
+    pages = re.search(r"AnonHugePages: +(\d+) kB", told)
+    mode = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    assert pages is not None
+    assert int(pages[1]) > 2**15 or "[never]" in mode
 
 
 STEP = {
