@@ -48,10 +48,11 @@ class ChiefOnly(keras.callbacks.Callback):
     def __init__(self, callback: keras.callbacks.Callback) -> None:
         super().__init__()
         self.callback = callback
-        self.local: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext  # `fit` sets it
+        # `fit` sets it. Its value are the names of the model's methods that are called in it.
+        self.local: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self.is_active = True
         self.optimizers: Sequence[Any] = ()  # those whose learning rate is sent to all ranks
-        self.has_set_a_rate = False
+        self.has_set_a_rate = self.has_evaluated = False
         self.added_logs: dict[str, Any] = {}  # which are not sent yet
         # Define only the hooks that the callback defines: Keras skips a batch hook that no callback has.
         for name in dir(keras.callbacks.Callback):
@@ -73,8 +74,9 @@ class ChiefOnly(keras.callbacks.Callback):
             if not self.is_active:
                 return
             before = rates_of(self.optimizers)
-            with self.local(), self._noting_logs(name, kwargs.get("logs", args[-1] if args else None)):
+            with self.local() as called, self._noting_logs(name, kwargs.get("logs", args[-1] if args else None)):
                 getattr(self.callback, name)(*args, **kwargs)
+            self.has_evaluated |= "evaluate" in (called or ())
             self.has_set_a_rate |= rates_of(self.optimizers) != before
 
         return hook

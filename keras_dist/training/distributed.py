@@ -65,7 +65,7 @@ class DistributedModel(Verified):
         self._found: list[Any] = []  # optimizers that a step applies and that are not attributes of the model
         self.exact = bool(options.exact)
         self.interrupts = interrupts_of(backend)
-        self.is_local = False
+        self.is_local, self._called_alone = False, list[str]()
         self.first_rows: dict[str, FirstRows] = {}  # of the kinds of steps that will be checked
         self.stopwatch: Stopwatch | None = None
         self.loss_of_rank: Loss | None = None  # of the last epoch, before that of all ranks was known
@@ -123,6 +123,7 @@ class DistributedModel(Verified):
             call = Call(name, plain, args, kwargs)
             try:
                 if self.is_local:  # for a callback that runs on the chief only
+                    self._called_alone.append(name)
                     if name in ("save", "save_weights"):
                         return write_model(call.function, name, call.args, call.kwargs)
                     with keras_fit.without_functions(self._model) if name in _TOGETHER else contextlib.nullcontext():
@@ -480,10 +481,14 @@ class DistributedModel(Verified):
         return []
 
     @contextlib.contextmanager
-    def local(self) -> Iterator[None]:
-        """In this context the model is an ordinary one in this process. The other ranks take no part."""
-        with attached(self, "is_local", True), step_module.entered(None):
-            yield
+    def local(self) -> Iterator[list[str]]:
+        """In this context the model is an ordinary one in this process. The other ranks take no part.
+
+        Its value are the names of the methods that are called in it.
+        """
+        called = list[str]()
+        with attached(self, "is_local", True), attached(self, "_called_alone", called), step_module.entered(None):
+            yield called
 
     def _describe_share(self) -> str:
         size = self._backend.num_replicas

@@ -136,19 +136,22 @@ class Synchronizer(keras.callbacks.Callback):
         told = None
         if self._of_chief and self._backend.topology.is_chief:
             has_set_a_rate = any(callback.has_set_a_rate for callback in self._of_chief)
+            has_evaluated = any(callback.has_evaluated for callback in self._of_chief)
             added: dict[str, Any] = {}
             for callback in self._of_chief:
                 added |= callback.added_logs
-                callback.has_set_a_rate, callback.added_logs = False, {}
+                callback.has_set_a_rate, callback.has_evaluated, callback.added_logs = False, False, {}
             # The current ones: later callbacks may have changed them.
             rates = rates_of(self._optimizers) if has_set_a_rate else None
-            told = rates, added, [attributes_of(callback) for callback in self._of_chief]
+            told = rates, has_evaluated, added, [attributes_of(callback) for callback in self._of_chief]
         gathered = self._backend.all_gather_object(call, (bool(self.model.stop_training), told, worked))
         self.model.stop_training = any(stop for stop, _, _ in gathered)
         if told is None and gathered[0][1] is not None:
-            rates, added, attributes = gathered[0][1]
+            rates, has_evaluated, added, attributes = gathered[0][1]
             if rates is not None:
                 set_rates(self._optimizers, rates)
+            if has_evaluated:  # an evaluation begins to count anew, and `fit` continues where it has ended
+                weights.reset_totals(self.model)
             if isinstance(logs, dict):
                 logs.update(added)
             if len(attributes) == len(self._of_chief):  # a script may give its callbacks to the chief only

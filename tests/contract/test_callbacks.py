@@ -176,6 +176,20 @@ def test_chief_only(distribute: Any) -> Numbers:
     return {**result, "lines": len(Path("own.txt").read_text().splitlines())}
 
 
+@contract("chief-only-evaluates", covered_by=("chief-only", "callback-evaluates"))
+def test_chief_only_evaluates(distribute: Any) -> Numbers:
+    """Within an epoch as in `test_callback_evaluates`."""
+    model = compiled(distribute, metrics=["mae"])
+    seen: list[Any] = []
+
+    def within(batch: int, logs: Any) -> None:
+        if batch == 1:
+            seen.append(model.evaluate(*numbers(9), verbose=0))
+
+    look = kd.callbacks.ChiefOnly(keras.callbacks.LambdaCallback(on_train_batch_end=within))
+    return {**fitted(model, *numbers(), callbacks=[look]), "own_seen": np.asarray(seen)}
+
+
 STEPS = 4  # of an epoch: 8, 8, 8, 1
 
 
