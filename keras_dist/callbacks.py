@@ -48,7 +48,7 @@ class ChiefOnly(keras.callbacks.Callback):
     def __init__(self, callback: keras.callbacks.Callback) -> None:
         super().__init__()
         self.callback = callback
-        # `fit` sets it. Its value are the names of the model's methods that are called in it.
+        # `fit` sets it. Its value lists the methods of the model that are called in it.
         self.local: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self.is_active = True
         self.optimizers: Sequence[Any] = ()  # those whose learning rate is sent to all ranks

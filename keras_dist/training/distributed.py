@@ -484,7 +484,7 @@ class DistributedModel(Verified):
     def local(self) -> Iterator[list[str]]:
         """In this context the model is an ordinary one in this process. The other ranks take no part.
 
-        Its value are the names of the methods that are called in it.
+        Its value lists the methods of the model that are called in it.
         """
         called = list[str]()
         with attached(self, "is_local", True), attached(self, "_called_alone", called), step_module.entered(None):
