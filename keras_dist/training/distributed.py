@@ -65,7 +65,7 @@ class DistributedModel(Verified):
         self._found: list[Any] = []  # optimizers that a step applies and that are not attributes of the model
         self.exact = bool(options.exact)
         self.interrupts = interrupts_of(backend)
-        self.is_local, self._called_alone = False, list[str]()
+        self._called_alone: list[str] | None = None  # the methods that are called in `local`
         self.first_rows: dict[str, FirstRows] = {}  # of the kinds of steps that will be checked
         self.stopwatch: Stopwatch | None = None
         self.loss_of_rank: Loss | None = None  # of the last epoch, before that of all ranks was known
@@ -122,7 +122,7 @@ class DistributedModel(Verified):
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             call = Call(name, plain, args, kwargs)
             try:
-                if self.is_local:  # for a callback that runs on the chief only
+                if self._called_alone is not None:  # by a callback that runs on the chief only
                     self._called_alone.append(name)
                     if name in ("save", "save_weights"):
                         return write_model(call.function, name, call.args, call.kwargs)
@@ -480,6 +480,11 @@ class DistributedModel(Verified):
         """Returns the variables that a step assigns besides those of the model and its optimizers."""
         return []
 
+    @property
+    def is_local(self) -> bool:
+        """True in the context of `local`."""
+        return self._called_alone is not None
+
     @contextlib.contextmanager
     def local(self) -> Iterator[list[str]]:
         """In this context the model is an ordinary one in this process. The other ranks take no part.
@@ -487,7 +492,7 @@ class DistributedModel(Verified):
         Its value lists the methods of the model that are called in it.
         """
         called = list[str]()
-        with attached(self, "is_local", True), attached(self, "_called_alone", called), step_module.entered(None):
+        with attached(self, "_called_alone", called), step_module.entered(None):
             yield called
 
     def _describe_share(self) -> str:
@@ -520,9 +525,13 @@ class DistributedModel(Verified):
         if keras_fit.is_overridden(self._model, f"make_{name}"):
             raise refusals.own_function(self._model, name)
 
+    def _is_kept(self, name: str, call: Call) -> bool:
+        """True if Keras keeps an existing function, False if it makes one now."""
+        return getattr(self._model, name) is not None and not call.get("force")
+
     def _made(self, name: str, call: Call) -> Callable[..., Any] | None:
         """Returns the function that Keras makes now, `None` if it keeps the existing one."""
-        if getattr(self._model, name) is not None and not call.get("force"):
+        if self._is_kept(name, call):
             return None
         with attached(self._model, keras_fit.JIT_COMPILE, False):  # XLA compiles layers, not steps
             call()

@@ -156,7 +156,7 @@ class CoordinatorModel(ReplicaModel):
 
     def _trace_again(self, kind: str, call: Call) -> None:
         """Lets a step be traced again if Keras would: another part of the model may be frozen, or have changed."""
-        if self._engine is not None and (call.get("force") or getattr(self._model, f"{kind}_function") is None):
+        if self._engine is not None and not self._is_kept(f"{kind}_function", call):
             self._engine.trace_again(kind)
 
     def _count_end_of_data(self, iterator: Any) -> None:
