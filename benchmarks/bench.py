@@ -81,7 +81,7 @@ SUMS = [Sum(1, 40), Sum(25, 4), Sum(100, 2)]
 # --- Contestants ---
 
 PLAIN, SERIAL, ALONE = "plain Keras", "serial", "processes that don't talk"
-SMALL_PAGES = "plain Keras, pages of 4 KB"
+SMALL_PAGES, RANKS_WITH_SMALL_PAGES = "plain Keras, pages of 4 KB", "horovod, pages of 4 KB"
 HOROVOD, LOOP, LOOP_ON_OUR_RANKS = "horovod", "loop", "loop on our ranks"
 DDP, DDP_SERIAL, DDP_FUSED = "DDP", "DDP, one process", "DDP, fused"
 TUNED, TUNED_RANKS = "tuned", "tuned ranks"
@@ -97,6 +97,7 @@ CONTESTANTS = {
     SERIAL: Contestant("serial", "ours"),
     ALONE: Contestant("alone", "plain_keras"),
     SMALL_PAGES: Contestant("small pages", "plain_keras"),
+    RANKS_WITH_SMALL_PAGES: Contestant("horovod, small pages", "ours"),
     HOROVOD: Contestant("horovod", "ours"),
     LOOP: Contestant("loop", "horovod_loop"),
     LOOP_ON_OUR_RANKS: Contestant("horovod loop", "horovod_loop"),
@@ -126,11 +127,12 @@ GLOBAL = (HOROVOD, LOOP, LOOP_ON_OUR_RANKS, *BACKENDS, PLAIN_SERVED, *SYNC.value
 
 def started_pools(cores: list[int], folder: str) -> Pools:
     """Returns the pools of all contestants. None runs before it is needed."""
-    first = cores[:1]
+    first, small_pages = cores[:1], {**os.environ, GLIBC_TUNABLES: ""}
     makers: dict[str, Callable[[], Any]] = {
         "serial": lambda: WorkerPool(1, "serial"),
         "both cores": lambda: WorkerPool(1, "serial"),
-        "small pages": lambda: WorkerPool(1, "serial", environ={**os.environ, GLIBC_TUNABLES: ""}),
+        "small pages": lambda: WorkerPool(1, "serial", environ=small_pages),
+        "horovod, small pages": lambda: WorkerPool(RANKS, "horovod", environ=small_pages),
         "horovod": lambda: WorkerPool(RANKS, "horovod"),
         "horovod loop": lambda: WorkerPool(RANKS, "horovod"),  # of its own: in the same ranks it made `fit` slower
         "multi_worker": lambda: WorkerPool(RANKS, "multi_worker"),
@@ -321,20 +323,29 @@ PARTS = {
                 is_goal=True,
             ),
             Section(
-                "large pages",
-                "Ratio",
-                [
-                    Row("Plain Keras: time with pages of 2 MB over that with pages of 4 KB", (PLAIN, SMALL_PAGES)),
-                    Row("Efficiency of 2 processes against plain Keras with 4 KB", (SMALL_PAGES, HOROVOD), {}, True),
-                ],
-            ),
-            Section(
                 "backends",
                 "Time over the rival's",
                 [Row(f"2 replicas: {name} over horovod", (name, HOROVOD)) for name in BACKENDS],
             ),
         ],
         left_out_of_training,
+    ),
+    "large pages": Part(
+        [case for case in STEPS if case.model == MLP or case.steps_per_execution == 1],
+        [
+            Section(
+                "large pages",
+                "Ratio",
+                [
+                    Row(f"{who}: time with pages of 2 MB over that with pages of 4 KB", pair)
+                    for who, pair in (
+                        ("Plain Keras", (PLAIN, SMALL_PAGES)),
+                        ("2 ranks", (HOROVOD, RANKS_WITH_SMALL_PAGES)),
+                    )
+                ],
+            )
+        ],
+        blocks=5,  # what they bring depends on where the memory of a process lies
     ),
     "tuning": Part(
         TUNING,
