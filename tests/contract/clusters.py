@@ -64,9 +64,11 @@ REFUSED: dict[str, dict[str, str]] = {
         "evaluate-layer-state": "a layer can't change its state in `evaluate` and `predict`",
         "fit-own-train-function": _OWN_FUNCTION, "fit-spectral-normalization": _ASSIGNED,
         "data-sparse-eagerly": "a step that runs eagerly can't add what the workers compute of sparse inputs",
+        "fit-graph-network": "a step cannot take the gradient of weights that it has made itself",
     },
     "tpu": {
         "fit-own-train-function": _OWN_FUNCTION,
+        "fit-graph-network": "On a TPU all weights are made before the first step",
         **dict.fromkeys(
             (
                 "data-tfds-shuffle-files", "per-replica-chief", "chief-numpy", "chief-tf", "chief-dict-of-strings",

@@ -262,6 +262,44 @@ def test_passes_on(distribute: Distribute) -> Numbers:
     return {**result, "evaluation": evaluation, "batch": batch, "loaded": loaded, "predicted": model.predict(x, 4, 0)}
 
 
+class GraphNetwork(keras.Model):
+    """A node classifier as on keras.io: one graph in the model, a batch has the numbers of nodes."""
+
+    def __init__(self, nodes: Any, edges: Any) -> None:
+        super().__init__()
+        self.nodes, self.edges = tf.constant(nodes), tf.constant(edges)
+        self.before, self.after = (layers.Dense(4, kernel_regularizer="l2") for _ in range(2))
+
+    def call(self, inputs: Any) -> Any:
+        nodes, (sources, targets) = self.before(inputs[0]), tf.unstack(inputs[1], axis=1)
+        return self.after(nodes + tf.math.unsorted_segment_sum(tf.gather(nodes, sources), targets, nodes.shape[0]))
+
+    def _logs(self, data: Any) -> tuple[Any, Callable[[], Any]]:
+        outputs = tf.gather(self([self.nodes, self.edges]), data[0])
+        return self.compute_loss(None, data[1], outputs), lambda: self.compute_metrics(None, data[1], outputs)
+
+    def train_step(self, data: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss, logs = self._logs(data)
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
+        return logs()
+
+    def test_step(self, data: Any) -> Any:
+        return self._logs(data)[1]()
+
+
+@contract("fit-graph-network", also=("parameter_server-2",))
+def test_graph_network(distribute: Distribute) -> Numbers:
+    """Its weights are made in `train_step`: `call` can't be given a batch."""
+    random = np.random.RandomState(0)
+    edges = random.randint(0, COUNT, (3 * COUNT, 2))
+    model = distribute(GraphNetwork(numbers()[0], edges))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, metrics=["sparse_categorical_accuracy"])
+    return fitted(model, random.permutation(COUNT), classes()[1], validation_split=0.2)
+
+
 @contract("fit-layer-state", sizes=(3,), also=("mirrored-2",))
 def test_layer_state(distribute: Distribute) -> Numbers:
     """Such layers see the whole batch. The last batch has one example."""

@@ -191,7 +191,14 @@ class TPUModel(DistributedModel):
         """Creates the variables of a step before it is traced: it can't create any. The optimizer's too if `trains`."""
         with self._strategy.scope():
             if not keras_model.is_built(self._model):
-                keras_model.build(self._model, specs)
+                try:
+                    keras_model.build(self._model, specs)
+                except Exception as error:
+                    raise NotSupportedError(
+                        "On a TPU all weights are made before the first step, by a call with a batch. This one fails.",
+                        " ".join(str(error).split()),
+                        "Build all parts of the model before `fit`: call each once with what it takes.",
+                    ) from error
             optimizer = getattr(self._model, "optimizer", None)
             if trains and optimizer is not None and not optimizer.built:
                 build_optimizer(optimizer, self._model.trainable_variables)
