@@ -145,7 +145,7 @@ def test_the_launcher_starts_again(backend: str, tmp_path: Path, undisturbed: An
     code, output = start(backend, tmp_path, fault, ["--max-restarts", "1"])
     assert code == 0, output
     assert "rank 0 was killed by SIGKILL" in output
-    assert re.search(r"starts all ranks again \(restart 1 of 1\), from the commit of step (27|30)\.", output), output
+    assert re.search(r"restarts all ranks \(restart 1 of 1\), from the commit of step (27|30)\.", output), output
     assert_same(result(tmp_path), undisturbed(backend))
 
 
