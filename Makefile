@@ -127,7 +127,7 @@ KERAS_TESTS ?= tests/unit/test_keras_compat.py tests/unit/test_downloads.py \
   tests/contract/test_files.py
 
 .PHONY: test-integrations
-test-integrations: $(VENV)-integrations/.installed ## Train with KerasHub, KerasRS, mlflow, scikit-learn's wrapper, Ray (about 5 minutes)
+test-integrations: $(VENV)-integrations/.installed ## Train with KerasHub, KerasRS, mlflow, Orbax, scikit-learn's wrapper, Ray (about 5 minutes)
 	$(VENV)-integrations/bin/python -m pytest -n 0 -m full tests/multiprocess/test_integrations.py $(ARGS)
 
 .PHONY: lint
@@ -202,7 +202,7 @@ $(VENV)-keras-%/.installed: | $(HOROVOD)
 
 # The packages of the main environment, with libraries that build on Keras. One of them takes the `tensorflow` package.
 $(VENV)-integrations/.installed: setup.cfg | $(HOROVOD)
-	@echo "Making $(@D): the packages of $(VENV), with KerasHub, KerasRS, mlflow and Ray: about 3 minutes"
+	@echo "Making $(@D): the packages of $(VENV), with KerasHub, KerasRS, mlflow, Orbax and Ray: about 3 minutes"
 	@$(BIN)/python -m venv --clear $(@D)
 	$(add_packages_below)
 	@$(@D)/bin/python -m pip --disable-pip-version-check --quiet install --editable '.[integrations,ray]'

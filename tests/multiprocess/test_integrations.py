@@ -13,7 +13,7 @@ from tests.multiprocess.launches import EXAMPLES, ROOT, SCRIPTS, assert_close, f
 
 CASES = (
     "text_classifier", "masked_language_model", "causal_language_model", "lora", "retrieval", "ranking", "scikit_learn",
-    "tracked",
+    "tracked", "checkpoints",
 )  # fmt: skip
 ENGINES: dict[str, tuple[list[str], dict[str, str]]] = {
     "serial": ([], {"KERAS_DIST_BACKEND": "serial"}),

@@ -1,4 +1,4 @@
-"""Models of KerasHub and KerasRS, scikit-learn's wrapper, mlflow, as their guides use them, if they are installed."""
+"""KerasHub, KerasRS, scikit-learn's wrapper, mlflow and Orbax, as their guides use them, if they are installed."""
 
 import json
 import os
@@ -193,6 +193,21 @@ def tracked() -> dict[str, Any]:
     return {"logged": [each.value for values in logged for each in values], **numbers(model, history)}
 
 
+def checkpoints() -> dict[str, Any]:
+    """By `OrbaxCheckpoint`: which ones it has kept, and how training goes on from the last one."""
+    folder = os.path.abspath("checkpoints")
+    callback = keras.callbacks.OrbaxCheckpoint(folder, save_best_only=True, max_to_keep=2)
+    model = kd.distribute(keras.Sequential([keras.Input([4]), layers.Dense(8, "relu"), layers.Dense(1)]))
+    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    x = np.random.RandomState(5).normal(size=(50, 4)).astype("float32")
+    options = {"batch_size": 12, "validation_split": 0.2, "verbose": 0}
+    history = model.fit(x, x.sum(1, keepdims=True), epochs=4, callbacks=[callback], **options)
+    kd.barrier()
+    loaded = kd.distribute(keras.models.load_model(folder))
+    again = loaded.fit(x, x.sum(1, keepdims=True), **options).history
+    return {"kept": sorted(map(int, os.listdir(folder))), "again": again, **numbers(model, history)}
+
+
 if devices := int(os.environ.get("DEVICES", "0")):
     two = [tf.config.LogicalDeviceConfiguration()] * devices
     tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], two)
@@ -202,6 +217,7 @@ CASES = {
     "keras_rs": (retrieval, ranking),
     "sklearn": (scikit_learn,),
     "mlflow": (tracked,),
+    "orbax": (checkpoints,),
 }
 results = {}
 for function in (function for package, functions in CASES.items() if find_spec(package) for function in functions):
