@@ -68,7 +68,7 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     "tpu": {
         "fit-own-train-function": _OWN_FUNCTION,
-        "fit-graph-network": "On a TPU all weights are made before the first step",
+        "fit-graph-network": "On a TPU weights are made before the first step",
         **dict.fromkeys(
             (
                 "data-tfds-shuffle-files", "per-replica-chief", "chief-numpy", "chief-tf", "chief-dict-of-strings",

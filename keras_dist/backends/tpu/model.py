@@ -195,7 +195,7 @@ class TPUModel(DistributedModel):
                     keras_model.build(self._model, specs)
                 except Exception as error:
                     raise NotSupportedError(
-                        "On a TPU all weights are made before the first step, by a call with a batch. This one fails.",
+                        "On a TPU weights are made before the first step: the model is called with a batch, and fails.",
                         " ".join(str(error).split()),
                         "Build all parts of the model before `fit`: call each once with what it takes.",
                     ) from error
