@@ -37,7 +37,7 @@ ON_TENSORFLOW = (
 )
 KNOWN = f"Use one of {', '.join(map(repr, ['auto', *BACKENDS]))}."
 LAUNCHED = "dict(HOROVOD_RANK='0', HOROVOD_SIZE='2', HOROVOD_LOCAL_RANK='0'"
-OPTIONS = "compression, op, hierarchical_allreduce, fusion_threshold_mb, cycle_time_ms"
+OPTIONS = "compression, op, hierarchical_allreduce, fusion_threshold_mb, cycle_time_ms, devices"
 
 # What a process without Horovod calls, one after the other; the problem, what was received, the remedy. What a script
 # may not pass to `kd.distribute` and `kd.reduce`, rows of the promised cases have.
