@@ -270,7 +270,8 @@ def explained_gradients(weights: Callable[[], list[str]]) -> Iterator[None]:
     try:
         yield
     except AttributeError as error:
-        if "'handle'" not in str(error) or not (names := weights()):
+        names = weights()  # or its own refusal: what the step has made itself has no value yet, for a regularizer
+        if "'handle'" not in str(error) or not names:
             raise
         raise NotSupportedError(
             "On this backend a step cannot take the gradient of weights that it has assigned.",

@@ -291,11 +291,7 @@ class Functions:
         """Runs a step. Returns its logs, except for those that the coordinator computes from the metrics."""
         weights = functools.partial(self._weight_paths, len(self._model.trainable_variables))
         with self._logs.recording(), explained_gradients(weights):
-            try:
-                logs = self._logs.note(kind, _untraced(getattr(self._model, f"{kind}_step"))(data))
-            except AttributeError:  # a weight that the step has made has no value, which a regularizer asks for
-                weights()
-                raise
+            logs = self._logs.note(kind, _untraced(getattr(self._model, f"{kind}_step"))(data))
         if not isinstance(logs, dict):
             return {}
         return {name: tf.convert_to_tensor(log) for name, log in logs.items() if not self._logs.is_known(kind, name)}

@@ -15,7 +15,7 @@ from keras_dist.compat import keras_fit, keras_model, keras_random, keras_strate
 from keras_dist.compat.keras_losses import like
 from keras_dist.compat.keras_model import attach, attached
 from keras_dist.data.shares import row_count
-from keras_dist.errors import NotSupportedError
+from keras_dist.errors import DistributionError, NotSupportedError
 from keras_dist.logging import logger, warn_once
 from keras_dist.state.weights import not_additive
 from keras_dist.step import step as step_module
@@ -193,6 +193,8 @@ class TPUModel(DistributedModel):
             if not keras_model.is_built(self._model):
                 try:
                     keras_model.build(self._model, specs)
+                except DistributionError:
+                    raise
                 except Exception as error:
                     raise NotSupportedError(
                         "On a TPU weights are made before the first step: the model is called with a batch, and fails.",
