@@ -246,6 +246,31 @@ def test_sync_has_the_numbers_of_one_process(pool: WorkerPool) -> None:
     assert_same_numbers(pool, sync_numbers)
 
 
+@pytest.mark.parametrize("reads", [False, True])
+def test_what_depends_on_the_data_alone_takes_no_second_run(reads: bool, pool: WorkerPool) -> None:
+    """The loss is divided by the sum of masked weights: each worker has another one."""
+
+    def trained(distribute: bool) -> dict[str, Any]:
+        keras.config.set_floatx("float64")
+        keras.utils.set_random_seed(1)
+        words = np.random.RandomState(1).randint(0, 5, [32, 6]) * np.tri(32, 6, 1, dtype=int)
+        parts = [keras.layers.Embedding(5, 3, mask_zero=True), keras.layers.GRU(4, return_sequences=True)]
+
+        def batches() -> Any:
+            examples = words, np.sin(words)[..., None], np.linspace(0.5, 2.0, 32 * 6).reshape(32, 6)
+            return tf.data.Dataset.from_tensor_slices(examples).batch(8)
+
+        model = keras.Sequential([keras.Input([6], dtype="int32"), *parts, keras.layers.Dense(1)])
+        model = kd.distribute(model) if distribute else model
+        model.compile(keras.optimizers.SGD(0.5), keras.losses.MeanSquaredError(reduction="mean_with_sample_weight"))
+        data = kd.shard(lambda context: kd.shard(batches())) if distribute and reads else batches()
+        with mock.patch.object(engine.SyncEngine, "_repeat", side_effect=AssertionError("the step is run again")):
+            history = model.fit(data, epochs=2, verbose=0).history
+        return {"history": history, "weights": model.get_weights()}
+
+    assert_same_numbers(pool, trained)
+
+
 def refused(case: str) -> None:
     x, y = np.zeros([8, 4]), np.zeros([8, 1])
     outside = tf.data.Dataset.from_tensor_slices((x, y)).batch(2)

@@ -26,7 +26,7 @@ import tensorflow as tf
 
 from keras_dist.backends.parameter_server import cluster as tasks
 from keras_dist.backends.parameter_server.cluster import HERE, SERVER, WORKER, Cluster, device, is_on_server
-from keras_dist.backends.parameter_server.exchange import ShareStep, type_of
+from keras_dist.backends.parameter_server.exchange import Outputs, ShareStep, teller, type_of
 from keras_dist.backends.parameter_server.shards import ShardBatch, ShardReader, packed, unpacked
 from keras_dist.comm.replicas import ReplicaBackend
 from keras_dist.comm.watchdog import answers, why_no_grpc
@@ -49,6 +49,7 @@ class RemoteFunction:
         self._function = function
         self._specs: Any = None  # of the results
         self._packs: list[bool] = []  # for each of their tensors whether it is sent with others
+        self.tell: Callable[..., list[Any]] | None = None  # see `exchange.teller`
         self._traced = tf.function(self._run, autograph=False).get_concrete_function(spec, *types)
 
     def __call__(self, *args: Any) -> Any:
@@ -65,6 +66,8 @@ class RemoteFunction:
         # With a seed in the graph, `tf.random.*` would draw the same numbers on every worker.
         tf.compat.v1.get_default_graph().seed = None
         results = self._function(data, *args)
+        if isinstance(results, Outputs) and results.told:
+            self.tell = teller(results.told, data, args[0])
         leaves = tf.nest.flatten(results, expand_composites=True)
         self._specs = tf.nest.map_structure(type_of, results)
         self._packs = [leaf is not None and leaf.shape.is_fully_defined() and not is_on_server(leaf) for leaf in leaves]

@@ -211,13 +211,32 @@ class SyncEngine:
                 self._submit(function, share.data, (position, seeds, known), batch.spec) for share, position in datas
             ]
 
-        jobs = submit(Known((), kept))
+        told = self._told_by_data(function, batch, positions, (seeds, Known((), kept)))
+        jobs = submit(Known(exchange.of_all_shares(told), kept))
         if batch.data is not None:
             self._read_ahead(batch.data)
         outputs = self._results(jobs)
-        if len(shares) == 1 or not outputs[0].told:
+        if told or len(shares) == 1 or not outputs[0].told:
             return outputs
         return self._repeat(outputs, lambda gathered: self._results(submit(Known(gathered, kept))))
+
+    def _told_by_data(
+        self, function: Any, batch: Batch, positions: Sequence[Any], args: tuple[Any, ...]
+    ) -> Sequence[Sequence[Any]]:
+        """Returns what the shares tell each other, if it depends on their data alone: weights and masks of losses.
+
+        Then one run of the step is enough. It is computed where the data are.
+        """
+        shares = [share.data for share in batch.shares.values()]
+        if len(shares) == 1 or self._model.run_eagerly:
+            return ()
+        tell = self._remote(function, shares[0], (positions[0], *args), batch.spec).tell
+        if tell is None:
+            return ()
+        pairs = zip(shares, positions, strict=True)
+        if batch.data is None:
+            return [tell(*pair) for pair in pairs]
+        return self._results([self._submit(tell, data, (position,), batch.spec) for data, position in pairs])
 
     def _repeat(self, outputs: list[Outputs], run: Callable[[tuple[Any, ...]], list[Outputs]]) -> list[Outputs]:
         """Runs a step again with what all shares have told in the run before, until they tell the same again.
@@ -294,12 +313,16 @@ class SyncEngine:
             return Job(None, (), batch, value=value, done=True)
         if function is None:
             return self._workers.submit(Job(None, (), batch))
+        remote = self._remote(function, data, args, spec)
+        return self._workers.submit(Job(remote, args if batch else (data, *args), batch))
+
+    def _remote(self, function: Any, data: Any, args: tuple[Any, ...], spec: Any) -> RemoteFunction:
         spec = tf.nest.map_structure(type_of, data) if spec is None else spec
         key = function, str(spec), str(tf.nest.map_structure(lambda _: 0, args))
         if key not in self._traced:
             types = [t.of_any_shape() if isinstance(t, Known) else t for t in tf.nest.map_structure(type_of, args)]
             self._traced[key] = RemoteFunction(function, spec, types)
-        return self._workers.submit(Job(self._traced[key], args if batch else (data, *args), batch))
+        return self._traced[key]
 
     def _results(self, jobs: Sequence[Job]) -> list[Any]:
         return [self._workers.result(job) for job in jobs]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
+from keras_dist.compat import tf_graphs
 from keras_dist.data import shares
 from keras_dist.data.shares import Share, Shares
 from keras_dist.errors import NotSupportedError
@@ -134,6 +135,26 @@ def check_graph(graph: Any, what: str, received: str) -> None:
             received,
             "Do it in the step itself, which `fit` compiles: `variable.assign(tf.where(condition, value, variable))`.",
         )
+
+
+def teller(told: Sequence[Any], data: Any, position: Any) -> Callable[[Any, Any], list[Any]] | None:
+    """Returns a function of a share's data and position that computes what the share tells the others.
+
+    `None` if something of it depends on more: on weights, random numbers, what the others have told.
+    """
+    found = [tf_graphs.function_of(tensor, _leaves(data, position)) for tensor in told]
+    functions = [each for each in found if each is not None]
+
+    def tell(data: Any, position: Any) -> list[Any]:
+        leaves = _leaves(data, position)
+        return [function(*[leaves[index] for index in used]) for function, used in functions]
+
+    return tell if len(functions) == len(found) else None
+
+
+def _leaves(data: Any, position: Any) -> list[Any]:
+    leaves: list[Any] = tf.nest.flatten((data, position), expand_composites=True)
+    return leaves
 
 
 def of_all_shares(told: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
