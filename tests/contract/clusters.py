@@ -65,6 +65,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "fit-own-train-function": _OWN_FUNCTION, "fit-spectral-normalization": _ASSIGNED,
         "data-sparse-eagerly": "a step that runs eagerly can't add what the workers compute of sparse inputs",
         "fit-graph-network": "a step cannot take the gradient of weights that it has made itself",
+        **dict.fromkeys(("exact-batchnorm", "exact-run-eagerly"), "For exact=True a step would be run twice more"),
     },
     "tpu": {
         "fit-own-train-function": _OWN_FUNCTION,

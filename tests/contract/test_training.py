@@ -325,7 +325,9 @@ def synchronized_model() -> keras.Model:
     return stack(layers.Dense(5), normalize[0], layers.Dense(4), normalize[1], layers.Dense(1))
 
 
-@contract("fit-batchnorm-synchronized", sizes=(3,), also=("mirrored-2",), covered_by=("exact-batchnorm",))
+@contract(
+    "fit-batchnorm-synchronized", sizes=(3,), also=("mirrored-2", "parameter_server-2"), covered_by=("exact-batchnorm",)
+)
 def test_batchnorm_synchronized(distribute: Any) -> Numbers:
     """Normalized over the whole batch: the same numbers as in one process, also with an empty share."""
 

@@ -24,7 +24,7 @@ from keras_dist.backends.parameter_server.coordinator import Coordinator, Worker
 from keras_dist.backends.parameter_server.engine import AsyncEngine, SyncEngine, Tried
 from keras_dist.backends.parameter_server.functions import prepare_optimizer
 from keras_dist.comm.backend import Priority, join_seconds
-from keras_dist.compat import keras_fit, keras_model
+from keras_dist.compat import keras_fit, keras_layers, keras_model
 from keras_dist.compat.keras_model import attach
 from keras_dist.data.shares import Shares, examples_of, shard_dataset
 from keras_dist.environment import Launch
@@ -143,6 +143,8 @@ class CoordinatorModel(ReplicaModel):
     def _make_function(self, kind: str, call: Call) -> None:
         self._is_settled = False
         self._refuse_own_function(f"{kind}_function")
+        if kind == "train" and self.exact:
+            _check_repeats(self._model)
         self._trace_again(kind, call)
 
         def function(iterator: Any) -> Any:
@@ -238,6 +240,20 @@ class CoordinatorModel(ReplicaModel):
                 return step(index)
 
         return here
+
+
+def _check_repeats(model: keras.Model) -> None:
+    """Raises `NotSupportedError` for `exact=True` with layers for which each step would be run again and again."""
+    normalizations = keras_layers.normalizations_of_shares(model)
+    if normalizations:
+        names = ", ".join(repr(layer.name) for layer in normalizations[:3])
+        raise NotSupportedError(
+            "With parameter servers the shares of a batch cannot meet within a step. For exact=True a step would be "
+            "run twice more for each BatchNormalization that follows another one.",
+            f"exact=True, and {len(normalizations)} of these layers: {names}{', ...' * (len(normalizations) > 3)}",
+            "Leave exact=True out: the moving averages are then those of the shares, weighted by examples. Or use a "
+            "backend that reduces within the step: horovod, multi_worker, mirrored.",
+        )
 
 
 class CoordinatorLoop(ReplicaLoop):
