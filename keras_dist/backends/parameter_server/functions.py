@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -215,13 +216,15 @@ class Functions:
                 counted = value
             elif by.aggregation == "sum":
                 counted = value - keras_model.backing(by)
-            statistics.append(beside(counted, by))
+            statistics.append(counted)
         # Gradients go to the servers that apply them. They stay tensors: a share that is repeated counts once.
         gradients = []
         for by, own, given in recorder.phase.applied:
-            weighed, variables = step.weigh_once(own, id(by) in step.weighs_losses_of), updated_variables(by, given)
-            gradients.append([beside(*pair) for pair in zip(weighed, variables, strict=True)])
-        return outputs._replace(statistics=statistics, gradients=gradients, told=step.told)
+            weighed = step.weigh_once(own, id(by) in step.weighs_losses_of)
+            gradients.append(_sent(weighed, updated_variables(by, given)))
+        return outputs._replace(
+            statistics=_sent(statistics, self._statistics), gradients=gradients, told=step.told
+        )
 
     def _look_on_share(self, kind: str, data: Any, position: Any, seeds: Sequence[Any], known: Known) -> Outputs:
         step = self._step_on(data, position, known)
@@ -334,8 +337,9 @@ class Functions:
         for (optimizer, _, variables), sums in calls:
             with tf.device(self._backend.variable_devices()[0]):  # what belongs to no variable: a norm, a learning rate
                 getattr(optimizer, _PLAIN_APPLY)(sums, *([] if variables is None else [variables]))
+        shares = [_received(share, self._statistics) for share in statistics]
         for index, variable in enumerate(self._statistics if statistics else ()):
-            values = [share[index] for share in statistics]
+            values = [share[index] for share in shares]
             backing, is_whole = keras_model.backing(variable), id(variable) in self._whole
             is_sum = variable.aggregation == "sum" and not is_whole
             is_mean = values[0].dtype.is_floating and not is_whole
@@ -347,7 +351,8 @@ class Functions:
         sums, calls = [], zip(*gradients, strict=True)
         for (optimizer, traced, given), shares in zip(self._phases[phase].applied, calls, strict=True):
             variables = updated_variables(optimizer, given)
-            sums.append([*map(_sum, zip(*shares, strict=True), traced, variables)])
+            values = [_received(share, variables) for share in shares]
+            sums.append([*map(_sum, zip(*values, strict=True), traced, variables)])
         return sums
 
     def updates(self, phase: int, gradients: Sequence[Any]) -> list[Any]:
@@ -400,6 +405,41 @@ def _mean(values: Sequence[Any], counts: Sequence[int]) -> Any:
         return values[0]
     wide = [tf.cast(value, tf.float64) * count for value, count in zip(values, counts, strict=True)]
     return tf.add_n(wide) / sum(counts)
+
+
+_SMALL = 2**15  # numbers, which are copied in less time than a tensor that stays on a server takes
+
+
+def _sent(values: Sequence[Any], variables: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Puts values beside their variables. Small ones of one type, for one server, are one vector.
+
+    Returns those that are alone, `None` in place of the others, and the vectors, by the indices of what is in them.
+    """
+    together: dict[Any, list[int]] = {}
+    for index, (value, variable) in enumerate(zip(values, variables, strict=True)):
+        if isinstance(value, tf.Tensor) and math.prod(variable.shape) <= _SMALL:
+            together.setdefault((device_of(variable), value.dtype), []).append(index)
+    alone, vectors = list(values), {}
+    for indices in together.values():
+        if len(indices) > 1:
+            vector = tf.concat([tf.reshape(values[index], [-1]) for index in indices], 0)
+            vectors[",".join(map(str, indices))] = beside(vector, variables[indices[0]])
+            for index in indices:
+                alone[index] = None
+    return [beside(*pair) for pair in zip(alone, variables, strict=True)], vectors
+
+
+def _received(sent: tuple[Sequence[Any], dict[str, Any]], variables: Sequence[Any]) -> list[Any]:
+    """Returns the values that were sent, on the servers of their variables."""
+    values, vectors = list(sent[0]), sent[1]
+    for key, vector in vectors.items():
+        indices = [*map(int, key.split(","))]
+        shapes = [list(variables[index].shape) for index in indices]
+        with tf.device(device_of(variables[indices[0]])):
+            parts = tf.split(vector, [*map(math.prod, shapes)])
+            for index, part, shape in zip(indices, parts, shapes, strict=True):
+                values[index] = tf.reshape(part, shape)
+    return values
 
 
 def _sum(gradients: Sequence[Any], traced: Any, variable: Any) -> Any:
