@@ -316,7 +316,7 @@ def test_the_part_of_a_lost_worker_is_read_on(
 ) -> None:
     """Each example once, by the steps that were answered; sync in the order that it had (shuffled).
 
-    If steps are made together, the first two of the call in which worker 1 is killed aren't made again; the third one
+    If steps are made together, the first two of the call in which worker 1 is killed are applied twice; the third one
     may have been applied in part.
     """
     run = start(plan_of_reads(mode, reads))
@@ -327,7 +327,7 @@ def test_the_part_of_a_lost_worker_is_read_on(
         if mode == "sync":
             assert_same(run.result(), read_undisturbed)
         if reads == "together":
-            assert 0 <= run.result()["iterations"] - 4 * 14 <= 1
+            assert 2 <= run.result()["iterations"] - 4 * 14 <= 3
             assert "worker 0 reads the part of worker 1, from batch 0 on" in run.output()
         elif not restart:
             assert "worker 0 reads the part of worker 1, from batch" in run.output()

@@ -85,7 +85,6 @@ class Job:
     attempts: int = 0  # how often it has failed
     started: float = 0.0  # when it was started
     seconds: float = 0.0  # that it took
-    runs: int = 0  # how often
     view: int = 0  # of the cluster, when it was started
     done: bool = False
     value: Any = None  # what the function returned
@@ -208,7 +207,7 @@ class Workers:
             self._queue.remove(job)
             if job.batch is not None:
                 job.batch.shard.note_reader(index, job.batch.number)
-            job.view, job.started, job.runs = self._view, time.monotonic(), job.runs + 1
+            job.view, job.started = self._view, time.monotonic()
             self._running[index] = job
             return job
 
@@ -225,7 +224,7 @@ class Workers:
         with tf.device(HERE):
             args = _copied(job.args)
         with tf.device(device(WORKER, index)):
-            outputs = reader.run(job.batch, job.function, args, job.runs) if job.batch else job.function(*args)
+            outputs = reader.run(job.batch, job.function, args) if job.batch else job.function(*args)
         with tf.device(HERE):
             return _copied(outputs)
 

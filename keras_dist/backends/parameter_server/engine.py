@@ -336,7 +336,6 @@ class AsyncEngine(SyncEngine):
         bound = backend.options()["max_staleness"]
         # Of a window of w steps in a row, each sees at most 2 (w - 1) others: those begun before, and those after.
         self._window = None if bound is None else bound // 2 + 1
-        self._journals = backend.variable_devices()[0]
         self._begun = 0
         # What makes steps, first to last: "train" or "test", and what the workers read.
         self._under_way: dict[Job, tuple[str, Pass | None]] = {}
@@ -390,11 +389,9 @@ class AsyncEngine(SyncEngine):
         key = function, str(spec), together
         if key not in self._traced:
             types = (tf.nest.map_structure(type_of, seeds[0]),)
-            device = self._journals if together and trains else None
-            self._traced[key] = RemoteSteps(function, spec, types, functions.resets, together, device)
-        steps = self._traced[key]
+            self._traced[key] = RemoteSteps(function, spec, types, functions.resets, together)
         args = (tf.nest.map_structure(lambda *states: tf.stack(states), *seeds),)
-        return self._workers.submit(Job(steps, (next(steps.calls), args), batch))
+        return self._workers.submit(Job(self._traced[key], (args,), batch))
 
     def _step_of_any_worker(self, kind: str, data: Pass) -> Logs:
         """Begins calls as long as there is room for them, and waits until another step is done."""

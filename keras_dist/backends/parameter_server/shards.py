@@ -1,16 +1,14 @@
 """Shards of the data that workers read themselves: how far each was given out, and what a worker has open.
 
 A dataset function is traced for each worker, and makes the worker's dataset there. When a worker is lost, another
-worker, or the same one after its return, reads its shard on from where it was left. One call may run several steps: a
-journal on a server says how far they have come, and a call that is repeated on another worker continues after the last
-step that was applied.
+worker, or the same one after its return, reads its shard on from where it was left. One call may run several steps; if
+its worker is lost, all of them are made again.
 """
 
 from __future__ import annotations
 
 import contextvars
 import dataclasses
-import itertools
 import secrets
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -161,7 +159,6 @@ def _check_graph(maker: Any) -> None:
 
 
 _END = -1  # in the place of the number of examples, after the last batch
-_PLACES = 1024  # of calls in a journal; so many later a place is used again
 
 
 class Done(NamedTuple):
@@ -172,61 +169,12 @@ class Done(NamedTuple):
     outputs: Outputs | None  # of the last step, with the metrics of all; `None` if there was none
 
 
-class _Journal:
-    """How far calls have come. Each has a place in it. The server with this device holds it."""
-
-    def __init__(self, device: str) -> None:
-        self._device = device
-        with tf.device(device):
-            self._runs = tf.Variable(tf.zeros([_PLACES, 2], tf.int32))  # the latest run of each call
-            self._records = tf.Variable(tf.fill([_PLACES], ""))
-
-    def begin(self, run: Any, first: Any) -> Any:
-        """Ends earlier runs of a call. Returns the record of its last step, which is `first` before there was one.
-
-        `run` has the numbers of the call and of the run, which is 1 for the first one.
-        """
-        place = run[0] % _PLACES
-        with tf.device(self._device):
-            begun = self._runs.scatter_update(tf.IndexedSlices(run, place))
-            with tf.control_dependencies([begun]):
-                record = tf.cond(run[1] > 1, lambda: self._records.sparse_read(place), lambda: first)
-                noted = self._records.scatter_update(tf.IndexedSlices(record, place))
-        with tf.control_dependencies([noted]):
-            return tf.identity(record)
-
-    def note(self, run: Any, record: Any) -> Any:
-        """Notes a step once it was applied. Returns False if a later run of the call has begun."""
-        place = run[0] % _PLACES
-        made = [op for op in tf.compat.v1.get_default_graph().get_operations() if op.op_def.is_stateful]
-        with tf.device(self._device), tf.control_dependencies(made):
-            noted = self._records.scatter_update(tf.IndexedSlices(record, place))
-            with tf.control_dependencies([noted]):
-                return tf.reduce_all(tf.equal(self._runs.sparse_read(place), run))
-
-
 class _State(NamedTuple):
     """Where a call is, between two steps."""
 
-    read: Any  # number of batches that were read
     steps: Any  # number of steps
-    has_ended: Any  # 1 if there are no more batches
     metrics: list[Any]  # their states
     results: Any  # the other outputs of the last step, serialized
-
-    def packed(self) -> Any:
-        return tf.io.serialize_tensor(tf.concat([packed([*self[:3], *self.metrics]), self.results], 0))
-
-    @classmethod
-    def of(cls, packed: Any, like: Sequence[Any]) -> _State:
-        """Returns the state that was packed. Its metrics are like these."""
-        parts = tf.ensure_shape(tf.io.parse_tensor(packed, tf.string), [None])
-        values = [
-            tf.ensure_shape(tf.io.parse_tensor(parts[index], state.dtype), state.shape)
-            for index, state in enumerate([*[tf.constant(0)] * 3, *like])
-        ]
-        read, steps, has_ended, *metrics = values
-        return cls(read, steps, has_ended, metrics, parts[len(values) :])
 
 
 class _Batch(NamedTuple):
@@ -253,34 +201,29 @@ class RemoteSteps:
             `Outputs`.
         types: The specifications of the other arguments, without the first axis, which is that of the steps.
         together: False if it is called for one step at a time: no loop is needed.
-        device: The server that holds a journal of the calls; `None` if they may be repeated from their start.
     """
 
-    def __init__(
-        self, function: Any, spec: Any, types: Any, metrics: Sequence[Any], together: bool, device: str | None
-    ) -> None:
+    def __init__(self, function: Any, spec: Any, types: Any, metrics: Sequence[Any], together: bool) -> None:
         self._function = function
         self._together = together
         self._metrics = [tf.convert_to_tensor(state) for state in metrics]
-        self._journal = None if device is None else _Journal(device)
         self._specs: Any = None  # of the results
-        self.calls = itertools.count(1)  # the numbers of those that begin
         types = tf.nest.map_structure(lambda spec: tf.TensorSpec([None, *spec.shape], spec.dtype), types)
         self._traced = tf.function(self._run, autograph=False).get_concrete_function(
-            tf.data.IteratorSpec(spec), tf.TensorSpec([2], tf.int32), tf.TensorSpec([], tf.int32), types
+            tf.data.IteratorSpec(spec), tf.TensorSpec([], tf.int32), types
         )
 
-    def __call__(self, iterator: Any, run: int, count: int, call: int, args: Any) -> Any:
-        """Makes the steps of a call on `count` batches; `run` is 1 for the first time. `args` are of all steps."""
+    def __call__(self, iterator: Any, count: int, args: Any) -> Any:
+        """Makes the steps of a call on `count` batches. `args` are of all steps."""
         with tf.device(HERE):  # on a worker a constant would be sent in a call of its own, while Python stands still
-            numbers = tf.constant([call, run]), tf.constant(count)
-        return self._traced(iterator, *numbers, args)
+            number = tf.constant(count)
+        return self._traced(iterator, number, args)
 
     def results(self, sent: Any) -> Done:
         """Returns the results of a call from what it returned, `None` if there was no batch."""
         if sent is None:
             return Done(0, True, None)
-        _, steps, has_ended, *others = unpacked(*unpacked([sent.numpy()]))
+        steps, has_ended, *others = unpacked(sent.numpy())
         if not steps:
             return Done(0, bool(has_ended), None)
         metrics, leaves = others[: len(self._metrics)], others[len(self._metrics) :]
@@ -288,53 +231,46 @@ class RemoteSteps:
         outputs = tf.nest.pack_sequence_as(self._specs, leaves, expand_composites=True)
         return Done(int(steps), bool(has_ended), outputs._replace(metrics=metrics))
 
-    def _run(self, iterator: Any, run: Any, count: Any, args: Any) -> Any:
-        zero = tf.constant(0)
-        before = _State(zero, zero, zero, self._metrics, tf.zeros([0], tf.string))
-        if self._journal is not None:
-            before = _State.of(self._journal.begin(run, before.packed()), self._metrics)
-
-        def step(batch: _Batch, state: _State) -> tuple[Any, _State]:
-            """Returns whether this run continues, and the state after the step."""
+    def _run(self, iterator: Any, count: Any, args: Any) -> Any:
+        def step(batch: _Batch, state: _State) -> _State:
             tf.compat.v1.get_default_graph().seed = None  # see `RemoteFunction`
             own = tf.nest.map_structure(lambda of_all: of_all[batch.read - 1], args)
             outputs = self._function(batch.data.get_value(), *own, state.metrics)
             others = outputs._replace(metrics=(), seeds=())
             self._specs = tf.nest.map_structure(type_of, others)
             results = packed(tf.nest.flatten(others, expand_composites=True))
-            after = _State(batch.read, state.steps + 1, state.has_ended, [*outputs.metrics], results)
-            return tf.constant(True) if self._journal is None else self._journal.note(run, after.packed()), after
+            return _State(state.steps + 1, [*outputs.metrics], results)
 
-        def step_and_read(_: Any, batch: _Batch, state: _State) -> tuple[Any, _Batch, _State]:
-            goes_on, after = step(batch, state)
-            return goes_on, _next_batch(iterator, batch.read, before.read, count), after
+        def step_and_read(batch: _Batch, state: _State) -> tuple[_Batch, _State]:
+            after = step(batch, state)
+            return _next_batch(iterator, batch.read, count), after
 
-        batch = _next_batch(iterator, zero, before.read, count)
-        first = tf.constant(True), batch, before
+        zero = tf.constant(0)
+        batch, state = _next_batch(iterator, zero, count), _State(zero, self._metrics, tf.zeros([0], tf.string))
         if self._together:
-            shapes = tf.nest.map_structure(_shape, first)
-            _, batch, state = tf.while_loop(
-                lambda goes_on, batch, _: goes_on & (batch.examples > 0),
+            of_batch, of_state = tf.nest.map_structure(_shape, (batch, state))
+            batch, state = tf.while_loop(
+                lambda batch, _: batch.examples > 0,
                 step_and_read,
-                first,
-                (*shapes[:2], shapes[2]._replace(results=tf.TensorShape([None]))),
+                (batch, state),
+                (of_batch, of_state._replace(results=tf.TensorShape([None]))),
                 parallel_iterations=1,
             )
         else:
-            _, state = tf.cond(batch.examples > 0, lambda: step(batch, before), lambda: (first[0], before))
-        return state._replace(has_ended=tf.cast(tf.equal(batch.examples, _END), tf.int32)).packed()
+            state = tf.cond(batch.examples > 0, lambda: step(batch, state), lambda: state)
+        has_ended = tf.cast(tf.equal(batch.examples, _END), tf.int32)
+        return tf.concat([packed([state.steps, has_ended, *state.metrics]), state.results], 0)
 
 
-def _next_batch(iterator: Any, read: Any, made: Any, count: Any) -> _Batch:
+def _next_batch(iterator: Any, read: Any, count: Any) -> _Batch:
     """Reads up to the next batch of a step. There is none if `examples` isn't positive.
 
-    The call has `count` batches. `read` of them were read before, and `made` had their steps on a worker that was lost.
+    The call has `count` batches, of which `read` were read before.
     """
 
     def read_one(batch: _Batch) -> tuple[_Batch]:
         data = iterator.get_next_as_optional()
         examples = tf.cond(data.has_value(), lambda: row_count(data.get_value()), lambda: tf.constant(_END))
-        examples = tf.where(batch.read < made, tf.minimum(examples, 0), examples)
         return (_Batch(batch.read + 1, examples, data),)
 
     none = _Batch(read, tf.constant(0), tf.experimental.Optional.empty(iterator.element_spec))
@@ -400,15 +336,15 @@ class ShardReader:
         self._datasets: dict[tuple[weakref.ref[DatasetFunction], int], tuple[tf.data.Dataset, int]] = {}
         self._open: dict[weakref.ref[Shard], _OpenShard] = {}
 
-    def run(self, batch: ShardBatch, function: Callable[..., Any] | None, args: Any, runs: int = 1) -> Any:
-        """Runs a function on a batch, on the current device. `RemoteSteps` get the iterator. This is its `runs`-th run.
+    def run(self, batch: ShardBatch, function: Callable[..., Any] | None, args: Any) -> Any:
+        """Runs a function on a batch, on the current device. `RemoteSteps` get the iterator.
 
         Returns what it returned; the number of examples if there is no function, or none of them; `None` after the last
         batch of the shard.
         """
         try:
             if isinstance(function, RemoteSteps):
-                return function(self._opened(batch).at(batch), runs, batch.count, *args)
+                return function(self._opened(batch).at(batch), batch.count, *args)
             data, count = self._opened(batch).read(batch.number)
         except tf.errors.OutOfRangeError:
             return None
