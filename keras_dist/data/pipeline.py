@@ -26,25 +26,31 @@ from keras_dist.logging import logger
 
 # A fingerprint travels as float32, which holds integers below 2**24 exactly.
 FINGERPRINT_BITS = 24
-# About this many numbers of a tensor are hashed at most: enough to include every example of a usual batch.
-_SAMPLED_NUMBERS = 4096
+# So many numbers are hashed in each of two places of an example, if it has more. They lie side by side: others would
+# take as long as all of them, since fetching them is what takes time.
+_SIDE_BY_SIDE = 16
 
 
-def fingerprint_of(batch: Any, sampled: int = _SAMPLED_NUMBERS) -> Any:
-    """Returns a hash of the values of a batch and their order: float32 scalar, an integer in `[0, 2**24)`."""
+def fingerprint_of(batch: Any, numbers: int = _SIDE_BY_SIDE) -> Any:
+    """Returns a hash of the values of a batch and their order: float32 scalar, an integer in `[0, 2**24)`.
+
+    Of each tensor all of the first row is hashed, and of the others some `numbers` at the start and in the middle.
+    """
     leaves = [leaf for leaf in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(leaf)]
     leaves = [leaf for leaf in leaves if leaf.dtype not in (tf.variant, tf.resource)]
-    return _fingerprint(leaves, tf.constant(sampled, tf.int64))
+    return (_fingerprint if tf.executing_eagerly() else _traced_fingerprint)(leaves, numbers)
 
 
-@tf_compat.often_traced  # once for each kind of batch: in the functions of a dataset it would be traced each time
-def _fingerprint(tensors: list[Any], sampled: Any) -> Any:
-    total = tf.constant(0, tf.int64)
-    for index, tensor in enumerate(tensors):
-        total = total * 31 + _hash(tensor, sampled) + index
-    total = tf.bitwise.bitwise_xor(total, tf.bitwise.right_shift(total, 29))
-    total = tf.bitwise.bitwise_and(total, 2**FINGERPRINT_BITS - 1)
-    return tf.cast(total, tf.float32)
+def _fingerprint(tensors: list[Any], numbers: int) -> Any:
+    parts = [part for tensor in tensors for part in _looked_at(tensor, numbers)]
+    hashes = [tf.fingerprint(tf.reshape(part, [1, -1])) for part in parts]
+    together = tf.fingerprint(tf.concat([tf.zeros([1, 0], tf.uint8), *hashes], 1))
+    number = tf.bitwise.bitwise_and(tf.bitcast(together, tf.int64), 2**FINGERPRINT_BITS - 1)
+    return tf.cast(tf.reshape(number, []), tf.float32)
+
+
+# Once for each kind of batch: in the functions of a dataset it would be traced each time.
+_traced_fingerprint = tf_compat.often_traced(_fingerprint, keeps_shapes=True)
 
 
 def fold(variable: tf.Variable, fingerprint: Any) -> None:
@@ -52,14 +58,16 @@ def fold(variable: tf.Variable, fingerprint: Any) -> None:
     variable.assign(tf.bitwise.bitwise_and(folded, 2**FINGERPRINT_BITS - 1))
 
 
-def _hash(tensor: Any, sampled: Any) -> Any:
-    numbers = tf.reshape(tensor, [-1])
-    # With an odd stride, the sample of a table of even width includes all columns.
-    stride = tf.bitwise.bitwise_or(tf.maximum(tf.size(numbers, tf.int64) // sampled, 1), 1)
-    sample = numbers[::stride]
-    if sample.dtype == tf.string:  # `tf.fingerprint` of no strings is any number
-        sample = tf.strings.to_hash_bucket_fast(sample, 2**31 - 1)
-    return tf.bitcast(tf.fingerprint(sample[None])[0], tf.int64) + tf.size(numbers, tf.int64) * 0x85EBCA6B
+def _looked_at(tensor: Any, numbers: int) -> list[Any]:
+    if tensor.dtype == tf.string:  # `tf.fingerprint` of no strings is any number
+        tensor = tf.strings.to_hash_bucket_fast(tensor, 2**31 - 1)
+    width = tensor.shape[1:].num_elements() if tensor.shape.rank else 1
+    if width is not None and width <= 2 * numbers:
+        return [tensor]
+    if width is None:
+        width = tf.size(tensor) // tf.maximum(tf.shape(tensor)[0], 1)
+    rows, middle = tf.reshape(tensor, [tf.shape(tensor)[0], width]), width // 2
+    return [rows[:1], rows[:, :numbers], rows[:, middle : middle + numbers]]
 
 
 def with_fingerprints(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
@@ -181,7 +189,7 @@ def _first(dataset: tf.data.Dataset, number: Any) -> tf.data.Dataset:
 
 
 Function = Callable[[Any], Any]
-_SAMPLED_OF_ALL = 2**22  # of an array, of which each batch would have 4096
+_NUMBERS_OF_ALL = 2**22  # that are hashed of an array, or more if it has more examples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,7 +279,7 @@ def _arrays(dataset: tf.data.Dataset, options: tf.data.Options) -> Arrays | None
         return None
     indices, arrays, tensors = gather
     rows = max((tensor.shape[0] for tensor in tensors), default=0)
-    fingerprint = fingerprint_of(tensors, max(_SAMPLED_OF_ALL, 2 * rows))
+    fingerprint = fingerprint_of(tensors, _NUMBERS_OF_ALL // (2 * max(rows, 1)) + _SIDE_BY_SIDE)
     shapes = [(tensor.dtype.name, *tensor.shape) for tensor in tensors]
     return Arrays(indices, arrays, dataset.element_spec, options, f"arrays {shapes} {int(fingerprint)}")
 
