@@ -7,6 +7,7 @@ last step has fewer batches, and some ranks have an empty share.
 
 import functools
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -308,3 +309,17 @@ def _groups(
     start = tf.constant(0, tf.int64), (empty[0],) * size, tf.zeros([size], tf.int32), tf.zeros([size])
     groups = batches.scan(start, add_batch).filter(lambda is_complete, *_: is_complete)
     return tf_data.untuned(map_in_order(groups, made).prefetch(tf.data.AUTOTUNE))
+
+
+def explain_cache(error: BaseException) -> BaseException:
+    """Returns the error for a file that several ranks want to cache data in, or `error` itself."""
+    found = re.search(r"lockfile already exists \('(.*)_\d+\.lockfile'\)", str(error))
+    if found is None or not isinstance(error, tf.errors.AlreadyExistsError):
+        return error
+    return ConfigurationError(
+        "One process can write a cache in a file, but several ranks have the same file. Or a run that was killed has "
+        "left its lock.",
+        f"dataset.cache({found[1]!r})",
+        f"Let each rank have a file of its own, dataset.cache(f\"{found[1]}-{{kd.rank()}}\"), or let the chief read: "
+        "kd.distribute(model, data='chief'). If no other run uses the file, delete its lock.",
+    )

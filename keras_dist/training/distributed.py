@@ -21,6 +21,7 @@ from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, keras_layers, keras_model, keras_random, tf_compat
 from keras_dist.compat.keras_model import attach, attached
 from keras_dist.data.shares import Shares
+from keras_dist.data.sources import explain_cache
 from keras_dist.errors import DistributionError, NotSupportedError
 from keras_dist.logging import logger
 from keras_dist.state.checkpoint import write_model, write_on_chief
@@ -500,7 +501,7 @@ class DistributedModel(Verified):
         return f"a step sees the share of its replica only, about n / {size} of the n rows of a batch."
 
     def _explain(self, error: BaseException) -> BaseException:
-        return self._backend.translate(explain_check(explain_compilation(error)))
+        return self._backend.translate(explain_cache(explain_check(explain_compilation(error))))
 
     def _prepare_optimizer(self, optimizer: Any) -> None:
         """Makes an optimizer reduce its gradients over the replicas. A second call does nothing."""

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from keras.src.trainers import data_adapters
 from keras_dist.data import pipeline
 from keras_dist.data.pipeline import FINGERPRINT_BITS, Arrays, Pipeline, decompose, fingerprint_of
 from keras_dist.data.shares import Share, may_be_empty, shard_dataset, share_bounds, take_share
+from keras_dist.data.sources import explain_cache
 from tests.limits import examples
 
 counts, sizes = st.integers(0, 10_000), st.integers(1, 64)
@@ -350,6 +352,19 @@ def test_all_numbers_of_the_first_row_count(shape: Any) -> None:
     assert ours[0] != ours[1]
     assert ours[0] == ours[2]  # of the others some are enough
     assert ours == [int(fingerprint_of(tf.constant(batch))) for batch in batches]
+
+
+def test_a_cache_of_several_ranks_in_one_file_is_explained(tmp_path: Path) -> None:
+    data = Dataset.range(4).cache(str(tmp_path / "train"))
+    first = iter(data)
+    next(first)
+    with pytest.raises(tf.errors.AlreadyExistsError) as info:
+        next(iter(data))
+    text = str(explain_cache(info.value))
+    assert f"Received: dataset.cache('{tmp_path}/train')" in text
+    assert f'a file of its own, dataset.cache(f"{tmp_path}/train-{{kd.rank()}}")' in text
+    other = tf.errors.AlreadyExistsError(None, None, "a table")
+    assert explain_cache(other) is other
 
 
 def noise(number: Any) -> Any:
