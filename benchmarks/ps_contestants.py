@@ -11,7 +11,7 @@ import models
 from contestants import check_alike as check_alike
 
 BATCH, FEATURES, EXAMPLES = 64, 784, 4096
-WORK_BATCH = 96  # which plain Keras computes in about 20 ms on one core
+WORK_BATCH = 64  # which plain Keras computes in about 20 ms on one core
 ROWS, WIDTH, COLUMNS = 200_000, 16, 20
 MODES = ("sync", "async")
 HAND_WRITTEN = "hand-written"

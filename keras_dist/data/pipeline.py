@@ -66,7 +66,10 @@ def _looked_at(tensor: Any, numbers: int) -> list[Any]:
         return [tensor]
     if width is None:
         width = tf.size(tensor) // tf.maximum(tf.shape(tensor)[0], 1)
-    rows, middle = tf.reshape(tensor, [tf.shape(tensor)[0], width]), width // 2
+        rows = tf.reshape(tensor, [tf.shape(tensor)[0], width])
+    else:
+        rows = tensor if tensor.shape.rank == 2 else tf.reshape(tensor, [-1, width])
+    middle = width // 2
     return [rows[:1], rows[:, :numbers], rows[:, middle : middle + numbers]]
 
 

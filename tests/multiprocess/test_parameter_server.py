@@ -472,11 +472,11 @@ def test_a_step_that_draws_other_numbers_each_time_is_refused() -> None:
     engine, numbers = object.__new__(SyncEngine), itertools.count(1.0)
     engine._runs = 1
 
-    def run(gathered: Any) -> list[Outputs]:
+    def run(told: Any) -> list[Outputs]:
         return [Outputs({}, [], [], [], told=[tf.constant([next(numbers)])]) for _ in range(2)]
 
     with pytest.raises(NotSupportedError, match="computes something else each time"):
-        engine._repeat(run(()), run)
+        engine._agreed((), run)
 
 
 @pytest.mark.parametrize("asked", [None, True])

@@ -211,24 +211,25 @@ class SyncEngine:
                 self._submit(function, share.data, (position, seeds, known), batch.spec) for share, position in datas
             ]
 
-        told = self._told_by_data(function, batch, positions, (seeds, Known((), kept)))
-        jobs = submit(Known(exchange.of_all_shares(told), kept))
-        if batch.data is not None:
-            self._read_ahead(batch.data)
-        outputs = self._results(jobs)
-        if told or len(shares) == 1 or not outputs[0].told:
-            return outputs
-        return self._repeat(outputs, lambda gathered: self._results(submit(Known(gathered, kept))))
+        def run(told: Sequence[Sequence[Any]]) -> list[Outputs]:
+            jobs = submit(Known(exchange.of_all_shares(told), kept))
+            if batch.data is not None:
+                self._read_ahead(batch.data)
+            return self._results(jobs)
+
+        if len(shares) == 1:
+            return run(())
+        return self._agreed(self._told_by_data(function, batch, positions, (seeds, Known((), kept))), run)
 
     def _told_by_data(
         self, function: Any, batch: Batch, positions: Sequence[Any], args: tuple[Any, ...]
     ) -> Sequence[Sequence[Any]]:
         """Returns what the shares tell each other, if it depends on their data alone: weights and masks of losses.
 
-        Then one run of the step is enough. It is computed where the data are.
+        Otherwise nothing. It is computed where the data are.
         """
         shares = [share.data for share in batch.shares.values()]
-        if len(shares) == 1 or self._model.run_eagerly:
+        if self._model.run_eagerly:
             return ()
         tell = self._remote(function, shares[0], (positions[0], *args), batch.spec).tell
         if tell is None:
@@ -238,18 +239,19 @@ class SyncEngine:
             return [tell(*pair) for pair in pairs]
         return self._results([self._submit(tell, data, (position,), batch.spec) for data, position in pairs])
 
-    def _repeat(self, outputs: list[Outputs], run: Callable[[tuple[Any, ...]], list[Outputs]]) -> list[Outputs]:
-        """Runs a step again with what all shares have told in the run before, until they tell the same again.
+    def _agreed(self, told: Sequence[Sequence[Any]], run: Callable[[Any], list[Outputs]]) -> list[Outputs]:
+        """Runs a step with what all shares have told before, again and again until they tell the same.
 
         What is told first does not depend on the others, what is told next depends at most on that, and so on: the i-th
         tensor is right after i runs, and one more run computes with all of them.
         """
-        runs, most = 1, 1 + len(outputs[0].told)
-        told = before = [output.told for output in outputs]
-        while runs < most and (runs == 1 or exchange.first_change(told, before) is not None):
-            outputs, runs = run(exchange.of_all_shares(told)), runs + 1
-            told, before = [output.told for output in outputs], told
-        if (change := exchange.first_change(told, before)) is not None and not exchange.is_rounding(*change):
+        before, outputs, runs = told, run(told), 1
+        told = [output.told for output in outputs]
+        while runs <= len(told[0]) and (not before or exchange.first_change(told, before) is not None):
+            before, outputs, runs = told, run(told), runs + 1
+            told = [output.told for output in outputs]
+        change = exchange.first_change(told, before) if before else None
+        if change is not None and not exchange.is_rounding(*change):
             raise NotSupportedError(
                 "With parameter servers a step is repeated until the shares of a batch agree on what they compute "
                 "together (its statistics, the inputs of losses and layers that see all of it). This step computes "
@@ -260,7 +262,7 @@ class SyncEngine:
             )
         if runs != self._runs:
             self._runs = runs
-            logger().debug("a step is run %d times, since its shares tell each other %d tensors", runs, most - 1)
+            logger().debug("a step is run %d times, since its shares tell each other %d tensors", runs, len(told[0]))
         return outputs
 
     def _read_ahead(self, data: Pass) -> None:

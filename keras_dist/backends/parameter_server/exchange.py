@@ -69,7 +69,7 @@ class Outputs(NamedTuple):
     metrics: Sequence[Any]  # their states; they start from a reset
     seeds: Sequence[Any]  # the random states after the step
     statistics: Sequence[Any]  # values of what else it has assigned, such as BatchNormalization's moving averages
-    gradients: Sequence[Sequence[Any]] = ()  # for each call of `apply` what this share counts in those of the batch
+    gradients: Sequence[Any] = ()  # for each call of `apply` what this share counts in those of the batch, as `sent`
     told: Sequence[Any] = ()  # what this share has told the others, for what must see the whole batch
 
 

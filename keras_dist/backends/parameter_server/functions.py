@@ -222,9 +222,7 @@ class Functions:
         for by, own, given in recorder.phase.applied:
             weighed = step.weigh_once(own, id(by) in step.weighs_losses_of)
             gradients.append(_sent(weighed, updated_variables(by, given)))
-        return outputs._replace(
-            statistics=_sent(statistics, self._statistics), gradients=gradients, told=step.told
-        )
+        return outputs._replace(statistics=_sent(statistics, self._statistics), gradients=gradients, told=step.told)
 
     def _look_on_share(self, kind: str, data: Any, position: Any, seeds: Sequence[Any], known: Known) -> Outputs:
         step = self._step_on(data, position, known)
