@@ -209,7 +209,9 @@ class Timing(keras.callbacks.Callback):
     - `step_seconds`: seconds per step, averaged over steps and ranks;
     - `wait_seconds`: seconds per step in which a rank waits for slower ranks, averaged likewise. 0 in one process;
     - `examples_per_second`: summed over all ranks. It is missing if a custom `train_step` does not update Keras's
-      loss metric, which counts the examples.
+      loss metric, which counts the examples;
+    - `staleness`, with asynchronous parameter servers: how many steps of others changed the weights between a step's
+      reading of them and its own update, averaged over the steps. To count it takes two more messages in each step.
 
     It measures training steps, including reading their data and the callbacks between them, but neither validation
     nor callbacks at the end of an epoch. The first epoch includes tracing.
@@ -263,6 +265,8 @@ class Timing(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._began, self._steps, self._loss = None, 0, None
+        if self.stopwatch is not None and self.stopwatch.staleness is not None:
+            self.stopwatch.staleness.reset_state()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self._began is None:
@@ -291,6 +295,8 @@ class Timing(keras.callbacks.Callback):
         means = {key: sum(each[key] for each in self.by_rank) / len(self.by_rank) for key in times}
         if loss is not None:
             means["examples_per_second"] = loss.examples / (means["step_seconds"] * self._steps)
+        if self.stopwatch is not None and self.stopwatch.staleness is not None:
+            means["staleness"] = float(self.stopwatch.staleness.result())
         if logs is not None:
             logs.update(means)
         described = "; ".join(

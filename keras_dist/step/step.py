@@ -32,6 +32,10 @@ from keras_dist.errors import MismatchError, NotSupportedError
 class Stopwatch:
     """Measures how long one rank waits, in steps and between them."""
 
+    # How many steps of others came between a step's reading of weights and its update: a `keras.metrics.Mean`, `None`
+    # unless workers are asynchronous.
+    staleness: Any = None
+
     def __init__(self) -> None:
         self._started = tf_compat.host_variable(0.0, "started", dtype=tf.float64)
         self._waited = tf_compat.host_variable(0.0, "waited", dtype=tf.float64)

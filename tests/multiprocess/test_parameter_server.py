@@ -281,8 +281,10 @@ def test_what_needs_steps_one_after_the_other_is_refused(pool: WorkerPool) -> No
         assert "mode='async')\nRemedy: Use mode='sync'" in text
 
 
-def staleness(seconds: float) -> int:
+def staleness(seconds: float) -> tuple[int, float]:
     """Returns how many steps of others came between a step's reading of weights and its applying of gradients.
+
+    Once more as the mean that `Timing` logs.
 
     The first step is a slow one: it waits until `OTHERS` have come between, for so many seconds at most. The others
     wait until it has read.
@@ -315,8 +317,8 @@ def staleness(seconds: float) -> int:
     y[0] = 2 * SLOW
     model = kd.distribute(Watched([keras.Input((4,)), keras.layers.Dense(1)]))
     model.compile(keras.optimizers.SGD(1e-9), "mse")
-    model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
-    return int(model.others.result())
+    history = model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[kd.callbacks.Timing()]).history
+    return int(model.others.result()), history["staleness"][0]
 
 
 @pytest.mark.full
@@ -324,8 +326,9 @@ def staleness(seconds: float) -> int:
 def test_staleness_is_bounded(pool: WorkerPool, bound: int | None) -> None:
     """It is seen where it is not bounded, so the test could fail."""
     seconds = 60.0 if bound is None else 5.0
-    others = in_async(pool, staleness, seconds, max_staleness=bound)
+    others, mean = in_async(pool, staleness, seconds, max_staleness=bound)
     assert others == OTHERS if bound is None else others <= bound
+    assert mean >= OTHERS / STEPS if bound is None else 0 <= mean <= bound
 
 
 # A standing cluster: notebooks come and go, and each finds new servers.

@@ -131,7 +131,7 @@ class CoordinatorModel(ReplicaModel):
         variables = [*model.variables, *model.metrics_variables]
         variables += [each for by in optimizers for each in variables_of(by) if each is not variable_of(by)]
         # The objects themselves, not their ids: the id of a variable that is gone may be given to another one.
-        now = [*map(keras_model.backing, variables), *optimizers, model.run_eagerly]
+        now = [*map(keras_model.backing, variables), *optimizers, model.run_eagerly, self.stopwatch]
         is_same = len(now) == len(self._traced_for) and all(map(operator.is_, now, self._traced_for))
         self._is_settled = self._engine is not None and is_same
         if self._engine is None or not is_same:

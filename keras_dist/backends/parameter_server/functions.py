@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_dist.backends.parameter_server.coordinator import Coordinator, beside, device_of
@@ -44,6 +45,7 @@ class Capture(keras.StatelessScope):
     def __init__(self, given: list[tuple[Any, Any]], direct: frozenset[int] = frozenset()) -> None:
         super().__init__(given, collect_losses=True)
         self.updated: dict[int, Any] = {}
+        self.counted: dict[int, Any] = {}  # by id of an optimizer's counter of steps what it was set to
         self.whole: set[int] = set()  # ids of what was assigned outside of a step on a share: of the whole batch
         self._graph = tf.compat.v1.get_default_graph()
         self._direct = direct
@@ -61,7 +63,7 @@ class Capture(keras.StatelessScope):
         optimizer, backing = keras_model.applying(), keras_model.backing(variable)
         parts = () if optimizer is None else optimizers.parts_of(optimizer)
         if any(variable is getattr(part, keras_model.STEP_COUNTER) for part in parts):
-            backing.assign_add(tf.ones([], backing.dtype))
+            self.counted[id(variable)] = backing.assign_add(tf.ones([], backing.dtype), read_value=True)
         elif optimizer is not None or id(variable) in self._direct:
             backing.assign(value)
         else:
@@ -175,6 +177,10 @@ class Functions:
         self._metrics = list(model.metrics_variables)
         self._seeds = [generator.state for generator in keras_random.seed_generators(model)]
         self.resets = [value for values in weights.metric_states(model)[1] for value in values]
+        self._staleness = _staleness_of(distributed) if backend.mode == "async" else None
+        if self._staleness is not None:
+            self._metrics += self._staleness.variables
+            self.resets += [np.zeros_like(value) for value in weights.values_of(self._staleness.variables)]
         for variable in self._metrics:
             if variable.aggregation != "sum":
                 raise weights.not_additive(variable.aggregation, variable.path)
@@ -256,8 +262,13 @@ class Functions:
         """A training step on a whole batch. What is trained is changed at once. Metrics start from these."""
         capture = Capture(self._given(seeds, metrics), frozenset(map(id, self._model.trainable_variables)))
         found = keras_model.found_optimizers(self._distributed.prepare_found)
+        counter = getattr(getattr(self._model, "optimizer", None), "iterations", None)
+        is_counted = self._staleness is not None and counter is not None
+        before = keras_model.backing(counter).read_value() if is_counted else None
         with found, capture, counted_by_share(self._backend, self._model), compiled_layers(self._model, is_chief=True):
             logs = self._logs_of("train", data)
+            if self._staleness is not None and (after := capture.counted.get(id(counter))) is not None:
+                self._staleness.update_state(tf.cast(after - 1 - before, tf.float32))
         outputs = self._outputs(capture, logs)
         for variable, value in zip(self._assigned(capture), outputs.statistics, strict=True):
             backing = keras_model.backing(variable)
@@ -385,6 +396,13 @@ class Functions:
     def set_seeds(self, values: Sequence[Any]) -> None:
         for seed, value in zip(self._seeds, values, strict=True):
             seed.assign(value)
+
+
+def _staleness_of(distributed: DistributedModel) -> Any:
+    """Returns the metric of a model's staleness, `None` if no callback asks for it."""
+    if (watch := distributed.stopwatch) is not None and watch.staleness is None:
+        watch.staleness = keras.metrics.Mean()
+    return None if watch is None else watch.staleness
 
 
 def shifted_seeds(seeds: Sequence[Any], stream: int) -> list[Any]:
