@@ -433,7 +433,8 @@ def _sent(values: Sequence[Any], variables: Sequence[Any]) -> tuple[list[Any], d
     """
     together: dict[Any, list[int]] = {}
     for index, (value, variable) in enumerate(zip(values, variables, strict=True)):
-        if isinstance(value, tf.Tensor) and math.prod(variable.shape) <= _SMALL:
+        has_shape = isinstance(value, tf.Tensor) and value.shape.is_fully_defined()  # a script's own may be broadcast
+        if has_shape and value.shape == tuple(variable.shape) and value.shape.num_elements() <= _SMALL:
             together.setdefault((device_of(variable), value.dtype), []).append(index)
     alone, vectors = list(values), {}
     for indices in together.values():
