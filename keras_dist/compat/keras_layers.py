@@ -75,19 +75,12 @@ def statistics_of_a_share(model: keras.Model, are_synchronized: bool) -> list[An
     return [variable for variable in keras_model.float_statistics(model) if id(variable) not in ignored]
 
 
-def normalizations_of_shares(model: keras.Model) -> list[keras.layers.Layer]:
-    """Returns the layers that normalize a share by its own moments. A frozen one uses its moving averages."""
-    layers = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
-    return [layer for layer in layers if layer.trainable and not layer.synchronized]
-
-
 def inexact_layers(model: keras.Model) -> list[keras.layers.Layer]:
     """Returns the layers of Keras that normalize by a share, or draw other numbers on each replica."""
-    of_shares = normalizations_of_shares(model)
 
     def is_inexact(layer: Any) -> bool:
         if isinstance(layer, keras.layers.BatchNormalization):
-            return layer in of_shares
+            return bool(layer.trainable and not layer.synchronized)  # a frozen one uses its moving averages
         # How layers call what they draw. Without it they draw always, as in augmentation.
         names = ("rate", "stddev", "dropout", "recurrent_dropout", "_dropout")
         rates = [vars(layer)[name] for name in names if name in vars(layer)]

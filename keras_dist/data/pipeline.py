@@ -26,15 +26,16 @@ from keras_dist.logging import logger
 
 # A fingerprint travels as float32, which holds integers below 2**24 exactly.
 FINGERPRINT_BITS = 24
-# So many numbers are hashed in each of two places of an example, if it has more. They lie side by side: others would
-# take as long as all of them, since fetching them is what takes time.
+# So many numbers are hashed in each of two places of an example, if it has more. They lie side by side: what takes time
+# is to fetch them from memory, and numbers from all over an example take as long as the whole example.
 _SIDE_BY_SIDE = 16
 
 
 def fingerprint_of(batch: Any, numbers: int = _SIDE_BY_SIDE) -> Any:
     """Returns a hash of the values of a batch and their order: float32 scalar, an integer in `[0, 2**24)`.
 
-    Of each tensor all of the first row is hashed, and of the others some `numbers` at the start and in the middle.
+    Of rows of more than `2 * numbers`, all of the first one is hashed, and of each so many at the start and in the
+    middle.
     """
     leaves = [leaf for leaf in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(leaf)]
     leaves = [leaf for leaf in leaves if leaf.dtype not in (tf.variant, tf.resource)]

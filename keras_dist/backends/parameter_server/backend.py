@@ -244,12 +244,12 @@ class CoordinatorModel(ReplicaModel):
 
 def _check_repeats(model: keras.Model) -> None:
     """Raises `NotSupportedError` for `exact=True` with layers for which each step would be run again and again."""
-    normalizations = keras_layers.normalizations_of_shares(model)
-    if normalizations:
+    inexact = keras_layers.inexact_layers(model)
+    if normalizations := [layer for layer in inexact if isinstance(layer, keras.layers.BatchNormalization)]:
         names = ", ".join(repr(layer.name) for layer in normalizations[:3])
         raise NotSupportedError(
             "With parameter servers the shares of a batch cannot meet within a step. For exact=True a step would be "
-            "run twice more for each BatchNormalization that follows another one.",
+            "run twice more for each BatchNormalization.",
             f"exact=True, and {len(normalizations)} of these layers: {names}{', ...' * (len(normalizations) > 3)}",
             "Leave exact=True out: the moving averages are then those of the shares, weighted by examples. Or use a "
             "backend that reduces within the step: horovod, multi_worker, mirrored.",

@@ -68,8 +68,10 @@ class Outputs(NamedTuple):
     logs: Logs  # what the step has returned, except for what is computed from the metrics
     metrics: Sequence[Any]  # their states; they start from a reset
     seeds: Sequence[Any]  # the random states after the step
-    statistics: Sequence[Any]  # values of what else it has assigned, such as BatchNormalization's moving averages
-    gradients: Sequence[Any] = ()  # for each call of `apply` what this share counts in those of the batch, as `sent`
+    # Values of what else it has assigned, such as BatchNormalization's moving averages. Those of a share that is trained
+    # on are put together for each server, as the gradients are.
+    statistics: Sequence[Any]
+    gradients: Sequence[Any] = ()  # for each call of `apply` what this share counts in those of the batch
     told: Sequence[Any] = ()  # what this share has told the others, for what must see the whole batch
 
 
@@ -138,9 +140,10 @@ def check_graph(graph: Any, what: str, received: str) -> None:
 
 
 def teller(told: Sequence[Any], data: Any, position: Any) -> Callable[[Any, Any], list[Any]] | None:
-    """Returns a function of a share's data and position that computes what the share tells the others.
+    """Returns a function of a share's data and position that computes what the share tells in its first run.
 
-    `None` if something of it depends on more: on weights, random numbers, what the others have told.
+    `None` if something of it depends on more: on weights, or random numbers. In later runs it may depend on what the
+    others have told before: the caller compares.
     """
     found = [tf_graphs.function_of(tensor, _leaves(data, position)) for tensor in told]
     functions = [each for each in found if each is not None]

@@ -177,7 +177,7 @@ class Functions:
         self._metrics = list(model.metrics_variables)
         self._seeds = [generator.state for generator in keras_random.seed_generators(model)]
         self.resets = [value for values in weights.metric_states(model)[1] for value in values]
-        self._staleness = _staleness_of(distributed) if backend.mode == "async" else None
+        self._staleness: Any = _staleness_of(distributed) if backend.mode == "async" else None
         if self._staleness is not None:
             self._metrics += self._staleness.variables
             self.resets += [np.zeros_like(value) for value in weights.values_of(self._staleness.variables)]
@@ -262,13 +262,13 @@ class Functions:
         """A training step on a whole batch. What is trained is changed at once. Metrics start from these."""
         capture = Capture(self._given(seeds, metrics), frozenset(map(id, self._model.trainable_variables)))
         found = keras_model.found_optimizers(self._distributed.prepare_found)
-        counter = getattr(getattr(self._model, "optimizer", None), "iterations", None)
-        is_counted = self._staleness is not None and counter is not None
-        before = keras_model.backing(counter).read_value() if is_counted else None
+        optimizer = None if self._staleness is None else getattr(self._model, "optimizer", None)
+        counter = None if optimizer is None else optimizer.iterations
+        before = None if counter is None else keras_model.backing(counter).read_value()
         with found, capture, counted_by_share(self._backend, self._model), compiled_layers(self._model, is_chief=True):
             logs = self._logs_of("train", data)
-            if self._staleness is not None and (after := capture.counted.get(id(counter))) is not None:
-                self._staleness.update_state(tf.cast(after - 1 - before, tf.float32))
+            if id(counter) in capture.counted:
+                self._staleness.update_state(tf.cast(capture.counted[id(counter)] - 1 - before, tf.float32))
         outputs = self._outputs(capture, logs)
         for variable, value in zip(self._assigned(capture), outputs.statistics, strict=True):
             backing = keras_model.backing(variable)
@@ -426,31 +426,31 @@ def _mean(values: Sequence[Any], counts: Sequence[int]) -> Any:
 _SMALL = 2**15  # numbers, which are copied in less time than a tensor that stays on a server takes
 
 
-def _sent(values: Sequence[Any], variables: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+def _sent(values: Sequence[Any], variables: Sequence[Any]) -> tuple[list[Any], dict[tuple[int, ...], Any]]:
     """Puts values beside their variables. Small ones of one type, for one server, are one vector.
 
     Returns those that are alone, `None` in place of the others, and the vectors, by the indices of what is in them.
+    A value whose shape is not known stays alone.
     """
     together: dict[Any, list[int]] = {}
     for index, (value, variable) in enumerate(zip(values, variables, strict=True)):
-        has_shape = isinstance(value, tf.Tensor) and value.shape.is_fully_defined()  # a script's own may be broadcast
-        if has_shape and value.shape == tuple(variable.shape) and value.shape.num_elements() <= _SMALL:
+        has_shape = isinstance(value, tf.Tensor) and value.shape == tuple(variable.shape)
+        if has_shape and value.shape.num_elements() <= _SMALL:
             together.setdefault((device_of(variable), value.dtype), []).append(index)
     alone, vectors = list(values), {}
     for indices in together.values():
         if len(indices) > 1:
             vector = tf.concat([tf.reshape(values[index], [-1]) for index in indices], 0)
-            vectors[",".join(map(str, indices))] = beside(vector, variables[indices[0]])
+            vectors[tuple(indices)] = beside(vector, variables[indices[0]])
             for index in indices:
                 alone[index] = None
     return [beside(*pair) for pair in zip(alone, variables, strict=True)], vectors
 
 
-def _received(sent: tuple[Sequence[Any], dict[str, Any]], variables: Sequence[Any]) -> list[Any]:
+def _received(sent: tuple[Sequence[Any], dict[tuple[int, ...], Any]], variables: Sequence[Any]) -> list[Any]:
     """Returns the values that were sent, on the servers of their variables."""
     values, vectors = list(sent[0]), sent[1]
-    for key, vector in vectors.items():
-        indices = [*map(int, key.split(","))]
+    for indices, vector in vectors.items():
         shapes = [list(variables[index].shape) for index in indices]
         with tf.device(device_of(variables[indices[0]])):
             parts = tf.split(vector, [*map(math.prod, shapes)])
