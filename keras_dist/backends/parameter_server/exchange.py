@@ -68,8 +68,8 @@ class Outputs(NamedTuple):
     logs: Logs  # what the step has returned, except for what is computed from the metrics
     metrics: Sequence[Any]  # their states; they start from a reset
     seeds: Sequence[Any]  # the random states after the step
-    # Values of what else it has assigned, such as BatchNormalization's moving averages. Those of a share that is trained
-    # on are put together for each server, as the gradients are.
+    # Values of what else it has assigned, such as BatchNormalization's moving averages. In training they are put
+    # together for each server, as the gradients are.
     statistics: Sequence[Any]
     gradients: Sequence[Any] = ()  # for each call of `apply` what this share counts in those of the batch
     told: Sequence[Any] = ()  # what this share has told the others, for what must see the whole batch
