@@ -80,6 +80,15 @@ class ReplicaBackend(Backend):
             return keras_model.backing
         return functools.partial(keras_strategy.copy_on, device=self.devices[index])
 
+    def _assigns_own(self, index: int) -> Callable[[Any, Any], None] | None:
+        """Returns a function that assigns a value to a replica's copy of a Keras variable, `None` without copies."""
+
+        def assign(variable: Any, value: Any) -> None:
+            copies = [self._own(each)(variable) for each in range(self.replicas)]  # all, before one of them changes
+            copies[index].assign(value)
+
+        return assign if self.mirrors else None
+
     @property
     def replicas(self) -> int:
         return 1 if self._strategy is None else int(self._strategy.num_replicas_in_sync)
@@ -90,7 +99,8 @@ class ReplicaBackend(Backend):
             return super().run(function, counts, metrics)
         outputs: list[Any] = [None] * self.replicas
         scopes = [
-            ReplicaScope(count, metrics, self._own(index), _refuse_assignment) for index, count in enumerate(counts)
+            ReplicaScope(count, metrics, self._own(index), self._assigns_own(index), _refuse_assignment)
+            for index, count in enumerate(counts)
         ]
         group = _ReplicaGroup(scopes, self._parameter_device)
 

@@ -110,16 +110,17 @@ class ReplicaScope(keras.StatelessScope):
     """Intercepts the variables that a replica with `count` examples reads or assigns, see docs/how_it_works.md.
 
     `metrics` are variables that are updated by one replica after the other, whatever their `aggregation`. `own` returns
-    what the replica reads in place of a variable: its copy. `refuse` is called with a variable that is assigned in
-    another graph, in a loop for instance: its new value could not be used outside of it.
+    what the replica reads in place of a variable: its copy. If there are copies, `assign_own` assigns there what is
+    trained, as on a rank: gradients with respect to it may follow. `refuse` is called with another variable that is
+    assigned in another graph, in a loop for instance: its new value could not be used outside of it.
     """
 
     def __init__(
         self, count: Any, metrics: Collection[Any], own: Callable[[Any], Any] = backing,
-        refuse: Callable[[Any], object] = lambda variable: None,
+        assign_own: Callable[[Any, Any], None] | None = None, refuse: Callable[[Any], object] = lambda variable: None,
     ) -> None:  # fmt: skip
         super().__init__(collect_losses=True, initialize_variables=False)
-        self.count, self._own, self._refuse = count, own, refuse
+        self.count, self._own, self._assign_own, self._refuse = count, own, assign_own, refuse
         self._metrics = {id(variable) for variable in metrics}
         self.of_batch: set[int] = set()  # ids of variables that are assigned what the whole batch gives
         self._assigned: dict[int, Any] = {}
@@ -141,6 +142,8 @@ class ReplicaScope(keras.StatelessScope):
             if not tf.get_static_value(self.count) and id(variable) not in self.of_batch:
                 value = tf.where(self.count > 0, value, tf.cast(variable._value, value.dtype))
             assign(variable, value)
+        elif variable.trainable and self._assign_own is not None:
+            self._assign_own(variable, value)
         else:
             if tf_graphs.current() is not self._graph:
                 self._refuse(variable)

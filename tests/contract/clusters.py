@@ -46,13 +46,16 @@ _SEVERAL_CORES = {
     "refuses-strategy-scope": "Mixing different tf.distribute.Strategy objects",  # TensorFlow's own words
 }  # fmt: skip
 _OF_REPLICAS = {
-    "predict-widths": _SHAPES, "fit-spectral-normalization": _ASSIGNED,
+    "predict-widths": _SHAPES,
     "fit-condition": "The replicas of one process can only reduce in the step itself",
     "exact-rnn-cell": "On this backend a step cannot assign a variable in a loop",
 }  # fmt: skip
 REFUSED: dict[str, dict[str, str]] = {
     **dict.fromkeys(("horovod", "multi_worker"), {"predict-widths": _SHAPES}),
-    **dict.fromkeys(("central_storage", "mirrored"), _OF_REPLICAS),
+    "mirrored": _OF_REPLICAS,
+    "central_storage": {
+        **_OF_REPLICAS, **dict.fromkeys(("fit-spectral-normalization", "fit-sharpness-aware"), _ASSIGNED)
+    },
     "multi_worker-4": {
         **_OF_REPLICAS, "refuses-condition-by-rank": _OF_REPLICAS["fit-condition"],
         "metrics-in-python": "A metric keeps state outside of Keras variables",
@@ -62,7 +65,8 @@ REFUSED: dict[str, dict[str, str]] = {
         "fit-condition": "The step applies gradients inside `tf.cond`",
         "exact-rnn-cell": "The step assigns a variable inside `tf.cond`, `tf.while_loop`",
         "evaluate-layer-state": "a layer can't change its state in `evaluate` and `predict`",
-        "fit-own-train-function": _OWN_FUNCTION, "fit-spectral-normalization": _ASSIGNED,
+        "fit-own-train-function": _OWN_FUNCTION,
+        **dict.fromkeys(("fit-spectral-normalization", "fit-sharpness-aware"), _ASSIGNED),
         "data-sparse-eagerly": "a step that runs eagerly can't add what the workers compute of sparse inputs",
         "fit-graph-network": "a step cannot take the gradient of weights that it has made itself",
         **dict.fromkeys(("exact-batchnorm", "exact-run-eagerly"), "For exact=True a step would be run twice more"),
@@ -85,7 +89,7 @@ REFUSED: dict[str, dict[str, str]] = {
                 "loss-add-loss", "loss-regularizers", "loss-by-hand", "metrics-own",
                 "metrics-in-layer", "gather-last-batch", "evaluate-layer-state",
                 "data-without-targets", "fit-gan", "fit-layer-state", "fit-step-state", "fit-own-train-step",
-                "fit-own-train-step-twice",
+                "fit-own-train-step-twice", "fit-sharpness-aware",
                 "guide-train-step-last-batch", "examples-last-batch", "metrics-by-hand",
                 "jit-compile-models", "jit-compile-around",
                 "loop-eager", "loop-keras-losses", "loop-metrics", "loop-own-clipping", "loop-sum",

@@ -351,8 +351,32 @@ def fit_stack(distribute: Any, *parts: Any) -> Numbers:
     return fitted(compiled(distribute, model=stack(*parts)), *numbers())
 
 
-contract("fit-spectral-normalization", covered_by=("fit-layer-state", "exact-batchnorm"))(
+contract("fit-spectral-normalization", also=("mirrored-2",), covered_by=("fit-layer-state", "exact-batchnorm"))(
     lambda distribute: fit_stack(distribute, layers.SpectralNormalization(layers.Dense(6, "tanh")), layers.Dense(1))
+)
+
+
+class SharpnessAware(OwnStep):
+    """Descends along the gradient at weights that were moved to where the loss is higher: SAM, arXiv:2010.01412."""
+
+    def train_step(self, data: Any) -> Any:
+        moves = [0.05 * gradient for gradient in kd.all_reduce(self.gradients(data)[0])]
+        for weight, move in zip(self.trainable_variables, moves, strict=True):
+            weight.assign_add(move)
+        gradients, prediction, loss = self.gradients(data)
+        for weight, move in zip(self.trainable_variables, moves, strict=True):
+            weight.assign_sub(move)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return self.updated(data[1], prediction, loss)
+
+    def gradients(self, data: Any) -> tuple[Any, Any, Any]:
+        with tf.GradientTape() as tape:
+            prediction, loss = self.predicted(*data[:2], training=True)
+        return tape.gradient(loss, self.trainable_variables), prediction, loss
+
+
+contract("fit-sharpness-aware", also=("mirrored-2",), covered_by=("fit-own-train-step",))(
+    lambda distribute: fitted(compiled(distribute, keras.optimizers.Adam(0.1), model=SharpnessAware()), *numbers())
 )
 
 
