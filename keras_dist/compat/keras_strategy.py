@@ -110,9 +110,10 @@ class ReplicaScope(keras.StatelessScope):
     """Intercepts the variables that a replica with `count` examples reads or assigns, see docs/how_it_works.md.
 
     `metrics` are variables that are updated by one replica after the other, whatever their `aggregation`. `own` returns
-    what the replica reads in place of a variable: its copy. If there are copies, `assign_own` assigns there what is
-    trained, as on a rank: gradients with respect to it may follow. `refuse` is called with another variable that is
-    assigned in another graph, in a loop for instance: its new value could not be used outside of it.
+    what the replica reads in place of a variable: its copy. If there are copies, `assign_own` assigns there what is the
+    same on all replicas, as on ranks: weights that are trained, random states. So gradients with respect to them may
+    follow, and they may be assigned in a loop. `refuse` is called with another variable that is assigned in another
+    graph: its new value could not be used outside of it.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class ReplicaScope(keras.StatelessScope):
             if not tf.get_static_value(self.count) and id(variable) not in self.of_batch:
                 value = tf.where(self.count > 0, value, tf.cast(variable._value, value.dtype))
             assign(variable, value)
-        elif variable.trainable and self._assign_own is not None:
+        elif self._assign_own is not None and (variable.trainable or keras_random.is_seed(variable)):
             self._assign_own(variable, value)
         else:
             if tf_graphs.current() is not self._graph:

@@ -48,13 +48,13 @@ _SEVERAL_CORES = {
 _OF_REPLICAS = {
     "predict-widths": _SHAPES,
     "fit-condition": "The replicas of one process can only reduce in the step itself",
-    "exact-rnn-cell": "On this backend a step cannot assign a variable in a loop",
-}  # fmt: skip
+}
 REFUSED: dict[str, dict[str, str]] = {
     **dict.fromkeys(("horovod", "multi_worker"), {"predict-widths": _SHAPES}),
     "mirrored": _OF_REPLICAS,
     "central_storage": {
-        **_OF_REPLICAS, **dict.fromkeys(("fit-spectral-normalization", "fit-sharpness-aware"), _ASSIGNED)
+        **_OF_REPLICAS, **dict.fromkeys(("fit-spectral-normalization", "fit-sharpness-aware"), _ASSIGNED),
+        "exact-rnn-cell": "On this backend a step cannot assign a variable in a loop",
     },
     "multi_worker-4": {
         **_OF_REPLICAS, "refuses-condition-by-rank": _OF_REPLICAS["fit-condition"],
