@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.core.framework import graph_pb2
 from tensorflow.python.data.ops import (
     batch_op,
     cache_op,
@@ -143,7 +144,12 @@ def map_digest(dataset: tf.data.Dataset) -> str:
     # With any other input, or the data would be hashed too.
     other = tf.data.experimental.to_variant(tf.data.Dataset.range(0))
     mapped = last_stage(dataset).again(tf.data.experimental.from_variant(other, dataset._input_dataset.element_spec))
-    return str(mapped.fingerprint().numpy())
+    ignored = tf.data.experimental.ExternalStatePolicy.IGNORE
+    graph = graph_pb2.GraphDef.FromString(mapped._as_serialized_graph(external_state_policy=ignored).numpy())
+    for node in nodes_of(graph):  # a call of a function has the settings of its process: of multi_worker its own task
+        node.attr.pop("config_proto", None)
+    plain = tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString())
+    return str(tf.raw_ops.DatasetFingerprint(input_dataset=plain).numpy())
 
 
 def is_stateless(dataset: tf.data.Dataset) -> bool:

@@ -393,7 +393,7 @@ def read(name: Any) -> tuple[Any, Any]:
     return parsed(tf.io.read_file(name))
 
 
-@contract("input-own-share", sizes=(3, 4))
+@contract("input-own-share", sizes=(3, 4), also=("multi_worker-2",))
 def test_own_share(distribute: Any) -> Numbers:
     """No rank has the files of another rank's share: reading one would raise an error."""
     names = tf.data.Dataset.from_tensor_slices(in_own_files())
