@@ -85,6 +85,7 @@ class ReplicaBackend(Backend):
 
         def assign(variable: Any, value: Any) -> None:
             copies = [self._own(each)(variable) for each in range(self.replicas)]  # all, before one of them changes
+            keras_model.announce_assignments([variable])
             copies[index].assign(value)
 
         return assign if self.mirrors else None

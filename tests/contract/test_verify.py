@@ -88,7 +88,7 @@ def test_frees(distribute: Any) -> Numbers:
     return {}
 
 
-@contract("verify-run-eagerly", covered_by=("verify-finds-sum",))
+@contract("verify-run-eagerly", also=("mirrored-2",), covered_by=("verify-finds-sum",))
 def test_run_eagerly(distribute: Any) -> Numbers:
     changes_nothing(run_eagerly=True)
     loop = Loop(asking(distribute, verify=True))
