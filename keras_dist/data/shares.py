@@ -95,11 +95,20 @@ def cut(batch: Any, rank: int, size: int) -> Share:
 
     def take(leaf: Any, rows: Any) -> Any:
         if can_be_cut is True:
-            return _take_rows(leaf, first_row, stop_row, size)
-        return _take_rows(leaf, tf.where(can_be_cut, first_row, 0), tf.where(can_be_cut, stop_row, rows), None)
+            return _copied(_take_rows(leaf, first_row, stop_row, size))
+        taken = _take_rows(leaf, tf.where(can_be_cut, first_row, 0), tf.where(can_be_cut, stop_row, rows), None)
+        return _copied(taken)
 
     count, total = tf.convert_to_tensor(count), tf.convert_to_tensor(total)
     return Share(_map_rows(take, batch), count, total, tf.constant(0.0), tf.math.logical_not(can_be_cut))
+
+
+def _copied(rows: Any) -> Any:
+    """Returns a copy of some rows of a batch, which may be a NumPy array of the script, as a generator yields it.
+
+    TensorFlow protects an array from operations that compute in place, but not rows of it (TensorFlow 2.21).
+    """
+    return tf.raw_ops.DeepCopy(x=rows) if isinstance(rows, tf.Tensor) else rows
 
 
 def first_rows(share: Share, number: int) -> Share:

@@ -411,3 +411,16 @@ def test_where_data_cannot_be_compared() -> None:
 
 def test_what_is_the_same_on_all_ranks_is_compared_itself() -> None:
     assert pipeline.with_fingerprints(Dataset.range(8).map(lambda number: 2 * number, 2).batch(4)) is None
+
+
+def test_a_share_is_no_part_of_the_array_that_a_generator_yields() -> None:
+    """TensorFlow computes in place in rows of an array whose memory it shares, if that is aligned."""
+    memory = np.ones(128 + 8)
+    start = -memory.ctypes.data % 64 // 8
+    array = memory[start : start + 128].reshape(16, 8)
+    spec = tf.TensorSpec([None, 8], tf.float64)
+    batches = tf.data.Dataset.from_generator(lambda: iter([array]), output_signature=spec)
+    for rank in range(2):
+        doubled = shard_dataset(batches, rank, 2).map(lambda share: share.data * 2.0 + 1.0)
+        np.testing.assert_array_equal([*doubled.as_numpy_iterator()], np.full([1, 8, 8], 3.0))
+    np.testing.assert_array_equal(array, np.ones([16, 8]))
