@@ -94,10 +94,10 @@ def cut(batch: Any, rank: int, size: int) -> Share:
         count = tf.where(can_be_cut, count, total if rank == 0 else 0)
 
     def take(leaf: Any, rows: Any) -> Any:
-        if can_be_cut is True:
-            return _copied(_take_rows(leaf, first_row, stop_row, size))
-        taken = _take_rows(leaf, tf.where(can_be_cut, first_row, 0), tf.where(can_be_cut, stop_row, rows), None)
-        return _copied(taken)
+        bounds = first_row, stop_row, size
+        if can_be_cut is not True:
+            bounds = tf.where(can_be_cut, first_row, 0), tf.where(can_be_cut, stop_row, rows), None
+        return _copied(_take_rows(leaf, *bounds))
 
     count, total = tf.convert_to_tensor(count), tf.convert_to_tensor(total)
     return Share(_map_rows(take, batch), count, total, tf.constant(0.0), tf.math.logical_not(can_be_cut))

@@ -52,6 +52,20 @@ def test_large_gradients_are_sent_by_themselves(pools: Any) -> None:
         assert ends == [(3.0, 3.0 * MEGABYTE)]
 
 
+@pytest.mark.ci
+def test_a_rank_that_traces_the_gradient_of_a_gather_waits_for_no_other(pools: Any) -> None:
+    """As where the check by default runs a loss on the whole batch, and the shapes of shares differ."""
+
+    def gathered() -> list[float]:
+        rows = tf.constant([[1.0], [2.0]]) * (kd.rank() + 1)
+        with tf.GradientTape() as tape:
+            if kd.rank() == 0:
+                tape.watch(rows)
+            return current_backend().all_gather(rows, "test_gathered_under_a_tape").numpy()[:, 0].tolist()
+
+    assert pools.get("horovod", 2).run(gathered) == [[1.0, 2.0, 2.0, 4.0]] * 2
+
+
 COMPRESSED = """
 import tensorflow as tf
 import keras_dist as kd

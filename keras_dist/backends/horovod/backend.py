@@ -7,6 +7,8 @@ Keras 3 (https://github.com/horovod/horovod/issues/4290). Facts that shape this 
 - Eager operations ignore their `name`, so different ones can pair silently. Therefore each is traced.
 - TensorFlow's inlining changes the name scope, so names ignore it.
 - There is no bfloat16.
+- The gradient of an allgather gathers the numbers of rows. If a rank knows its own, TensorFlow does so while it traces
+  the gradient, and waits for ranks that trace nothing. Therefore the number is hidden.
 - A grouped sum of `IndexedSlices` gets a wrong `dense_shape`. Therefore their rows are gathered.
 - Tensors that are sent together are copied into a buffer and back. Therefore large ones are sent by themselves.
 """
@@ -75,8 +77,10 @@ class HorovodCollectives(Collectives):
     def all_gather(self, tensor: Any, name: str) -> Any:
         sent_as = _SEND_AS.get(tensor.dtype)
         sent = tensor if sent_as is None else tf.bitcast(tensor, sent_as)
+        shape = tf.TensorShape([None]).concatenate(tensor.shape[1:])  # whose rank may be unknown
+        sent = tf.raw_ops.PlaceholderWithDefault(input=sent, shape=shape)
         gathered = self._hvd.allgather(sent, name=name, ignore_name_scope=True)
-        gathered.set_shape(tf.TensorShape([None]).concatenate(tensor.shape[1:]))  # whose rank may be unknown
+        gathered.set_shape(shape)
         return gathered if sent_as is None else tf.bitcast(gathered, tensor.dtype)
 
     def scatter(self, payload: Any, lengths: Any, name: str) -> Any:
