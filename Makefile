@@ -58,11 +58,16 @@ RESULTS ?= runs/full
 test-full: $(HOROVOD) ## Run all: each case on each backend and size, all faults; SHARD=2/8 a part (hours)
 	$(SUITE) full --results $(RESULTS) $(if $(SHARD),--shard $(SHARD)) $(ARGS)
 
-# Where `make test-verify` runs: a backend and its size, or several.
+# Where `make test-verify` and `make test-random` run: a backend and its size, or several.
 ON ?= horovod-2 or mirrored-2
 .PHONY: test-verify
 test-verify: $(HOROVOD) ## Run the promised cases under KERAS_DIST_VERIFY=1, ON="tpu-8" (about 30 minutes each)
 	KERAS_DIST_VERIFY=1 $(PYTEST) -m "full or not full" tests/contract -k "row and ($(ON))" $(ARGS)
+
+SEEDS ?= 0-19
+.PHONY: test-random
+test-random: $(HOROVOD) ## Compare random programs with one process, ON="horovod-3" SEEDS=100-199 (about 15 s each)
+	SEEDS=$(SEEDS) $(PYTEST) -m full tests/contract/test_random.py -k "$(ON)" -rs $(ARGS)
 
 .PHONY: test-slow
 test-slow: $(INSTALLED) ## Compile ResNet50 and a transformer for a TPU by its compiler (about 20 minutes)

@@ -94,7 +94,7 @@ def cut(batch: Any, rank: int, size: int) -> Share:
         count = tf.where(can_be_cut, count, total if rank == 0 else 0)
 
     def take(leaf: Any, rows: Any) -> Any:
-        bounds = first_row, stop_row, size
+        bounds: tuple[Any, Any, int | None] = first_row, stop_row, size
         if can_be_cut is not True:
             bounds = tf.where(can_be_cut, first_row, 0), tf.where(can_be_cut, stop_row, rows), None
         return _copied(_take_rows(leaf, *bounds))

@@ -1,0 +1,55 @@
+"""Random programs beside one process: `make test-random ON=horovod-3 SEEDS=0-99`."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keras_dist.testing import WorkerError
+from tests.contract.harness import assert_close, assert_identical, flat, folder
+
+TOLERANCE = 1e-7  # many steps and optimizers that divide by small numbers amplify rounding
+
+
+def seeds() -> range:
+    first, _, last = os.environ.get("SEEDS", "0-4").partition("-")
+    return range(int(first), int(last or first) + 1)
+
+
+def numbers_of(seed: int, own_folder: str, is_distributed: bool) -> Any:
+    import keras
+
+    import keras_dist as kd
+    from tests.contract.harness import same
+    from tests.contract.random_programs import run_program
+
+    os.chdir(own_folder)
+    keras.config.set_floatx("float64")
+    return run_program(seed, kd.distribute if is_distributed else same)
+
+
+def lines_with(words: str, error: WorkerError) -> list[str]:
+    return [line.strip() for line in str(error).splitlines() if words in line]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("seed", seeds())
+def test_random_program(seed: int, cluster: tuple[str, int], pools: Any, tmp_path: Path, golden: Any) -> None:
+    plain, distributed = folder(tmp_path, "plain"), folder(tmp_path, "distributed")
+    serial = pools.get("serial", 1)
+    try:
+        expected, chosen = golden(("random", seed), lambda: serial.run(numbers_of, seed, plain, False)[0])
+    except WorkerError as error:
+        pytest.skip(f"not in one process: {lines_with('Error: ', error)[-1:]}")
+    try:
+        results = pools.get(*cluster).run(numbers_of, seed, distributed, True, timeout=200.0)
+    except WorkerError as error:
+        if not (refused := lines_with("keras_dist.errors.", error)):
+            raise
+        pytest.skip(f"refused: {refused[-1]}")
+    print(f"The program of seed {seed}: {chosen}")  # shown if it fails
+    for rank, (numbers, _) in enumerate(results):
+        assert_identical(flat(numbers), flat(results[0][0]), f"rank {rank} and rank 0")
+    assert_close(flat(results[0][0]), flat(expected), TOLERANCE)
