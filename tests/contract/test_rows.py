@@ -10,7 +10,8 @@ from tests.contract.clusters import DEFAULT_SIZES, clusters, clusters_of
 from tests.contract.rows import GROUPS, ROWS, TOGETHER
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = sorted(path.stem for path in Path(__file__).parent.glob("test_*.py") if path.stem != Path(__file__).stem)
+WITHOUT_ROWS = "test_rows", "test_random"
+MODULES = sorted(path.stem for path in Path(__file__).parent.glob("test_*.py") if path.stem not in WITHOUT_ROWS)
 
 
 def marks() -> list[pytest.Mark]:
