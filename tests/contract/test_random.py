@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,8 @@ def small_is_large() -> Iterator[None]:
         yield
 
 
-def lines_with(words: str, error: WorkerError) -> list[str]:
-    return [line.strip() for line in str(error).splitlines() if words in line]
+def lines_with(pattern: str, error: WorkerError) -> list[str]:
+    return [line.strip() for line in str(error).splitlines() if re.search(pattern, line)]
 
 
 @pytest.mark.full
@@ -66,7 +67,8 @@ def test_random_program(seed: int, cluster: tuple[str, int], pools: Any, tmp_pat
     try:
         results = pools.get(*cluster).run(numbers_of, seed, distributed, True, timeout=500.0)
     except WorkerError as error:
-        if not (refused := lines_with("keras_dist.errors.", error)):
+        # Of what is found to differ only the check of own code may say so, before anything was trained.
+        if not (refused := lines_with(r"keras_dist\.errors\.(NotSupportedError|MismatchError: verify)", error)):
             raise
         pytest.skip(f"refused: {refused[-1]}")
     print(f"The program of seed {seed}: {chosen}")  # shown if it fails
