@@ -133,13 +133,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Runs each test of a promised case on every registered backend, or where its tier runs it."""
+    """Runs each test of a promised case on every registered backend, or where its tier runs it; others on all."""
     if "cluster" not in metafunc.fixturenames:
         return
     from tests.contract.clusters import clusters, clusters_of
 
     mark = metafunc.definition.get_closest_marker("row")
-    chosen = clusters(mark.kwargs.get("sizes", ()) if mark else ())
+    chosen = clusters(mark.kwargs.get("sizes", ()) if mark else (3, 4))
     asked = metafunc.config.getoption("markexpr")
     if mark and "not full" in asked and "or not full" not in asked:  # to make all takes seconds
         chosen = [cluster for cluster in chosen if "{}-{}".format(*cluster) in clusters_of(mark)] or chosen[:1]
