@@ -149,17 +149,21 @@ def test_callback_of_a_tracker(distribute: Any) -> Numbers:
 
 @contract("callback-evaluates")
 def test_callback_evaluates(distribute: Any) -> Numbers:
-    """After the evaluation within an epoch, Keras continues to count where that has ended."""
+    """After the evaluation within an epoch, Keras continues to count where that has ended.
+
+    Evaluations alternate between batches of 3 and validation of 8, whose iterator Keras keeps.
+    """
     x, y = numbers(9)
 
     def evaluate(model: keras.Model, epoch: int, logs: Any) -> list[Any]:
-        return [model.evaluate(x, y, verbose=0), model.predict(x, verbose=0)]
+        return [model.evaluate(x, y, batch_size=3, verbose=0), model.predict(x, verbose=0)]
 
     def within(model: keras.Model, batch: int, logs: Any) -> Any:
-        return model.evaluate(10 * x, y, verbose=0) if batch == 1 else 0.0
+        return model.evaluate(10 * x, y, batch_size=3, verbose=0) if batch == 1 else 0.0
 
     look = Note(on_epoch_end=evaluate, on_train_batch_end=within)
-    return {**fitted(compiled(distribute, metrics=["mae"]), *numbers(), callbacks=[look]), "seen": look.seen}
+    model = compiled(distribute, metrics=["mae"])
+    return {**fitted(model, *numbers(), callbacks=[look], validation_data=numbers(16)), "seen": look.seen}
 
 
 @contract("chief-only")

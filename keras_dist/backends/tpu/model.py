@@ -38,7 +38,7 @@ class TPUModel(DistributedModel):
         self._replicas = backend.num_replicas
         self._kinds: Iterator[str] = iter(())  # of the steps on the datasets of a call, in their order
         self._asked_for: Any = None
-        self._lengths: dict[str, int] = {}
+        self._length: int | None = None  # of the shares of the step that is traced
         self._why_not_filled: str | None = None
         self._executions = Executions(model)
         if keras.config.dtype_policy().name == "float32":
@@ -88,8 +88,26 @@ class TPUModel(DistributedModel):
     def _make_function(self, kind: str, call: Call) -> None:
         name = f"{kind}_function"
         self._refuse_own_function(name)
-        if (function := self._made(name, call)) is not None:
+        if not self._is_kept(name, call):
+            function = self._for_each_length(name, call)
             attach(self._model, name, lambda iterator: self._logs_for_callbacks(kind, function(iterator)))
+
+    def _make_predict_function(self, call: Call) -> None:
+        if not self._is_kept("predict_function", call):
+            attach(self._model, "predict_function", self._for_each_length("predict_function", call))
+
+    def _for_each_length(self, name: str, call: Call) -> Callable[..., Any]:
+        """Returns a function that Keras makes anew for each length of shares: its own is traced for any length."""
+        made: dict[int | None, Any] = {}
+
+        def function(data: Any) -> Any:
+            self._length = step.length_of_shares(data)
+            if self._length not in made:
+                with attached(self._model, name, None):
+                    made[self._length] = self._made(name, call)
+            return made[self._length](data)
+
+        return function
 
     def _compute_loss(self, call: Call) -> Any:
         loss = super()._compute_loss(call)
@@ -168,10 +186,6 @@ class TPUModel(DistributedModel):
             size, are_full = size * together, None
             dataset = dataset.rebatch(size)
         self._build(dataset.element_spec, kind == "train")
-        length = -(-size // self._replicas)
-        if self._lengths.get(kind, length) != length:
-            keras_model.attach(self._model, f"{kind}_function", None)  # traced for another length
-        self._lengths[kind] = length
         replicas, self._why_not_filled = self._replicas, None
         is_filled = False
         if size % replicas or not are_full:
@@ -242,7 +256,7 @@ class TPUModel(DistributedModel):
                     outputs = function(share.batch)
             return outputs, share.rows if is_filled else (), step.gradients_of(traced)
 
-        batch = tf.nest.map_structure(lambda leaf: self._with_length(leaf, kind or "predict"), batch)
+        batch = tf.nest.map_structure(self._with_length, batch)
         with contextlib.ExitStack() as stack:
             if counts:
                 counting = step.counting(self._backend, self._model, self.prepare_found, is_filled, self.exact)
@@ -305,12 +319,12 @@ class TPUModel(DistributedModel):
         with tf_compat.strategy_hidden(), keras_strategy.updates_outside_of_replicas():
             return super().plain(function, whole)
 
-    def _with_length(self, leaf: Any, kind: str) -> Any:
+    def _with_length(self, leaf: Any) -> Any:
         """Restores the length of shares, which a TPU needs and Keras's loop over several steps loses."""
         parts = self._parts(leaf)
         if leaf is None or None not in parts[0].shape:
             return leaf
-        parts = [tf.ensure_shape(part, [self._lengths[kind], *part.shape[1:]]) for part in parts]
+        parts = [tf.ensure_shape(part, [self._length, *part.shape[1:]]) for part in parts]
         return parts[0] if tf.is_tensor(leaf) else tf_compat.per_replica(parts)
 
     def _together(self, outputs: Any, is_real: Any) -> Any:

@@ -21,7 +21,7 @@ from keras_dist.compat import keras_fit, keras_model, keras_strategy, tf_compat,
 from keras_dist.compat.keras_losses import like
 from keras_dist.compat.keras_strategy import ReplicaScope
 from keras_dist.data.pipeline import map_elements
-from keras_dist.data.shares import all_equal, lengths_of, row_count, share_bounds, static_length
+from keras_dist.data.shares import all_equal, lengths_of, row_count, share_bounds
 from keras_dist.errors import NotSupportedError
 from keras_dist.step import step as step_module
 from keras_dist.step.step import RowRange, Step, ratio
@@ -96,12 +96,18 @@ def current_replica() -> Any:
 
 def size_of(batch: Any) -> int:
     """Returns the number of rows of a batch. Raises `NotSupportedError` if batches of several sizes were passed."""
-    size = next(leaf for leaf in tf.nest.flatten(batch) if leaf is not None and hasattr(leaf, "shape")).shape[0]
+    size = next(leaf.shape[0] for leaf in tf.nest.flatten(batch) if hasattr(leaf, "shape") and len(leaf.shape))
     if size is None:
         raise NotSupportedError(
             "A TPU needs batches of one size.", "batches of several sizes", "Pass batches of the same size."
         )
     return int(size)
+
+
+def length_of_shares(data: Any) -> int | None:
+    """Returns the length of shares in the argument of a `train_function`, an iterator or batches; `None` if unknown."""
+    leaves = tf.nest.flatten(getattr(data, "element_spec", data), expand_composites=True)
+    return next((leaf.shape[0] for leaf in leaves if hasattr(leaf, "shape") and len(leaf.shape)), None)
 
 
 def _map(function: Any, batch: Any) -> Any:
@@ -270,7 +276,7 @@ class FilledStep(TPUStep):
 def step_on(element: Even | Filled, replicas: int) -> TPUStep:
     """Returns the step on a share, in the context of its replica."""
     data, replica, none = element.batch, current_replica(), tf.constant(0.0)
-    length = static_length(data) or 0
+    length = size_of(data)
     total = element.totals[0] if isinstance(element, Filled) else tf.constant(length * replicas)
     # What is drawn for a row does not depend on how many rows follow.
     place = RowRange(share_bounds(total, replica, replicas)[0], replicas * length)
