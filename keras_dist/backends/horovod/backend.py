@@ -144,9 +144,8 @@ class HorovodCollectives(Collectives):
             sent, splits=tf.fill([size], slice_length), name=f"{name}_scatter", ignore_name_scope=True
         )
         slices = tf.cast(tf.bitcast(tf.reshape(slices, [size, -1]), tf.bfloat16), flat.dtype)
-        total = tf.bitcast(tf.cast(tf.reduce_sum(slices, 0), tf.bfloat16), tf.uint16)
-        gathered = self._hvd.allgather(total, name=f"{name}_gather", ignore_name_scope=True)
-        flat = tf.cast(tf.bitcast(gathered, tf.bfloat16), flat.dtype)[:length]
+        gathered = self.all_gather(tf.cast(tf.reduce_sum(slices, 0), tf.bfloat16), f"{name}_gather")
+        flat = tf.cast(gathered, flat.dtype)[:length]
         parts = tf.split(flat, [tf.size(tensor) for tensor in tensors])
         return [tf.reshape(part, tf.shape(tensor)) for part, tensor in zip(parts, tensors, strict=True)]
 
