@@ -66,7 +66,7 @@ test-verify: $(HOROVOD) ## Run the promised cases under KERAS_DIST_VERIFY=1, ON=
 
 SEEDS ?= 0-19
 .PHONY: test-random
-test-random: $(HOROVOD) ## Compare random programs with one process, ON="horovod-3" SEEDS=100-199 (about 15 s each)
+test-random: $(HOROVOD) ## Compare random scripts with one process, ON="horovod-3 and pipelines" SEEDS=0-99 (about 20 s each)
 	SEEDS=$(SEEDS) $(PYTEST) -m full tests/contract/test_random.py -k "$(ON)" -rs $(ARGS)
 
 .PHONY: test-slow

@@ -15,6 +15,8 @@ from keras import callbacks, layers, losses, metrics, ops, optimizers
 
 from tests.contract.harness import Numbers, asking, plain
 from tests.contract.parts import Distribute
+from tests.contract.random_pipelines import random_pipeline
+from tests.contract.test_loop import verbs
 
 Layer = Callable[[Any], Any]
 
@@ -49,8 +51,22 @@ class Penalized(layers.Layer):
         return x
 
 
+@keras.saving.register_keras_serializable("random_programs")
 def own_loss(y: Any, p: Any) -> Any:
     return ops.mean(ops.log(1 + ops.square(ops.cast(y, p.dtype) - p)), -1)
+
+
+class OwnLoss(losses.Loss):
+    def call(self, y: Any, p: Any) -> Any:
+        return own_loss(y, p)
+
+
+# What a loop makes its losses of, in place of what `compile` takes.
+IN_A_LOOP: dict[Any, type[losses.Loss]] = {
+    own_loss: OwnLoss, "mae": losses.MeanAbsoluteError, "binary_crossentropy": losses.BinaryCrossentropy,
+    "categorical_crossentropy": losses.CategoricalCrossentropy,
+    "sparse_categorical_crossentropy": losses.SparseCategoricalCrossentropy,
+}  # fmt: skip
 
 
 class Own(keras.Model):
@@ -62,7 +78,27 @@ class Own(keras.Model):
         super().__init__(*args)
         self.other_optimizer = optimizers.SGD(0.02, momentum=0.5)
 
+    def compute_loss(self, *args: Any, **named: Any) -> Any:
+        loss = super().compute_loss(*args, **named)
+        return loss + 0.01 * ops.sum(ops.square(self.trainable_variables[0])) if self.extra == "penalizes" else loss
+
+    def compute_metrics(self, *args: Any, **named: Any) -> Any:
+        logs = super().compute_metrics(*args, **named)
+        return {**logs, "twice": 2 * logs["loss"]} if self.extra == "logs more" else logs
+
+    def test_step(self, data: Any) -> Any:
+        if self.extra != "tests twice":
+            return super().test_step(data)
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
+        first, second = self(x, training=False), self(x, training=False)
+        predictions = keras.tree.map_structure(lambda one, two: 0.5 * (one + two), first, second)
+        loss = self.compute_loss(x, y, predictions, weights, training=False)
+        self._loss_tracker.update_state(loss, sample_weight=ops.shape(keras.tree.flatten(x)[0])[0])
+        return self.compute_metrics(x, y, predictions, weights)
+
     def train_step(self, data: Any) -> Any:
+        if self.extra in ("penalizes", "logs more", "tests twice"):
+            return super().train_step(data)
         x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
         variables = self.trainable_variables
         with tf.GradientTape() as tape:
@@ -75,7 +111,7 @@ class Own(keras.Model):
                 loss += 0.2 * ops.mean(ops.square(first - ops.stop_gradient(ops.tanh(first))))
         gradients = tape.gradient(loss, variables)
         if self.extra == "scales":
-            gradients = [gradient if gradient is None else gradient * 1.5 for gradient in gradients]
+            gradients = [None if each is None else 1.5 * tf.convert_to_tensor(each) for each in gradients]
         pairs = list(zip(gradients, variables, strict=True))
         if self.extra == "two optimizers":
             self.other_optimizer.apply_gradients(pairs[:1])
@@ -97,6 +133,9 @@ class Program:
         self.random, self.chosen = random.Random(seed), dict[str, Any]()
         self.numbers = np.random.RandomState(seed)
         keras.utils.set_random_seed(seed)
+        self.arguments: dict[Any, dict[str, Any]] = {}  # of metrics
+        self.kinds = 0  # of integer labels, which can have weights
+        self.has_tags = False  # a label for each word of a text
         self.exact = self.random.random() < 0.25  # then layers may draw random numbers, or normalize the batch
         self.count, self.batch = self.random.randint(7, 45), self.random.choice((1, 2, 3, 4, 5, 7, 8, 16, 64))
         self.chosen.update(exact=self.exact, count=self.count, batch=self.batch)
@@ -180,10 +219,11 @@ class Program:
 
     def model(self) -> keras.Model:
         """Makes a model, and `x`, `y`, losses and metrics to go with it."""
-        inputs, hidden = self.pick("inputs", self.vectors, self.dicts, self.images, self.words)()
+        inputs, hidden = self.pick("inputs", self.vectors, self.dicts, self.images, self.words, self.texts)()
         heads = self.real, self.binary, self.labels, self.one_hot, self.several, self.two
-        outputs = self.pick("outputs", *heads)(hidden)
-        steps = "nothing", "decays", "distills", "scales", "trains twice", "two optimizers"
+        outputs = self.pick("outputs", *[self.tags] if self.has_tags else heads)(hidden)
+        steps = ("nothing", "decays", "distills", "scales", "trains twice", "two optimizers", "penalizes", "logs more",
+                 "tests twice")  # fmt: skip
         self.step = self.pick("step", *[None] * len(steps), *steps)
         if self.step is None:
             return keras.Model(inputs, outputs)
@@ -209,7 +249,13 @@ class Program:
         self.x = self.numbers.randint(0, 9, (self.count, 5)).astype("int32")
         inputs = keras.Input([5], dtype="int32")
         embedded = layers.Embedding(9, 4, mask_zero=self.pick("masks", True, False))(inputs)
-        return inputs, layers.GlobalAveragePooling1D()(self.hidden(embedded))
+        hidden = self.hidden(embedded)
+        return inputs, hidden if self.has_tags else layers.GlobalAveragePooling1D()(hidden)
+
+    def texts(self) -> tuple[Any, Any]:
+        """Words that each have an output."""
+        self.has_tags = True
+        return self.words()
 
     # --- Outputs, with what they are trained and measured by ---
 
@@ -221,7 +267,9 @@ class Program:
             huber=lambda: losses.Huber(0.5, reduction=reduction), log_cosh=lambda: losses.LogCosh(reduction=reduction),
             cosine=lambda: losses.CosineSimilarity(), own=lambda: own_loss,
         )  # fmt: skip
-        self.measures = ["mae", own_loss, metrics.RootMeanSquaredError, metrics.R2Score, metrics.CosineSimilarity]
+        self.measures = ["mae", own_loss, metrics.RootMeanSquaredError, metrics.CosineSimilarity]
+        if 1 not in (self.batch, self.count % self.batch):  # of one example R2 divides by 0, or by rounding
+            self.measures.append(metrics.R2Score)
         return layers.Dense(2, name=name)(x)
 
     def binary(self, x: Any) -> Any:
@@ -239,8 +287,14 @@ class Program:
             "loss", name=lambda: "sparse_categorical_crossentropy",
             ignored=lambda: losses.SparseCategoricalCrossentropy(ignore_class=2),
         )  # fmt: skip
-        self.measures = ["accuracy", metrics.SparseCategoricalCrossentropy]
+        self.measures, self.kinds = ["accuracy", metrics.SparseCategoricalCrossentropy], 3
         return layers.Dense(3, "softmax", name=name)(x)
+
+    def tags(self, x: Any) -> Any:
+        """A label for each word."""
+        outputs = self.labels(x)
+        self.y, self.kinds = self.numbers.randint(0, 3, (self.count, 5)).astype("int32"), 0
+        return outputs
 
     def one_hot(self, x: Any) -> Any:
         self.y = np.eye(3)[self.numbers.randint(0, 3, self.count)]
@@ -265,7 +319,7 @@ class Program:
 
     def two(self, x: Any) -> Any:
         numbers, first, loss, measures = self.real(x, "p"), self.y, self.loss, self.measures
-        labels = self.labels(x, "q")
+        labels, self.kinds = self.labels(x, "q"), 0
         self.y, self.loss = {"p": first, "q": self.y}, {"p": loss, "q": self.loss}
         self.measures = {"p": measures, "q": self.measures}
         return {"p": numbers, "q": labels}
@@ -275,23 +329,18 @@ class Program:
             return {name: self.measured(of_output) for name, of_output in measures.items()}
         chosen = self.random.sample(measures, self.random.randint(0, 2))
         self.chosen.setdefault("metrics", []).extend(getattr(each, "__name__", each) for each in chosen)
-        arguments = getattr(self, "arguments", {})
-        return [each(**arguments.get(each, {})) if isinstance(each, type) else each for each in chosen]
+        return [each(**self.arguments.get(each, {})) if isinstance(each, type) else each for each in chosen]
 
     def optimizer(self) -> Any:
         options: dict[str, Any] = {}
-        for option, values in {
-            "global_clipnorm": (0.1, 1.0), "clipnorm": (0.1,), "clipvalue": (0.05,), "weight_decay": (0.01,),
-            "gradient_accumulation_steps": (2, 3), "ema_momentum": (0.9,),
-        }.items():  # fmt: skip
-            if self.random.random() < 0.12 and (not option.startswith("clip") or "global_clipnorm" not in options):
-                options[option] = self.random.choice(values)
-        if "clipnorm" in options:
-            options.pop("clipvalue", None)
-        if "ema_momentum" in options:
-            options.update(use_ema=True, ema_overwrite_frequency=self.pick("overwritten", None, 2))
-        self.chosen["optimizer options"] = options
-        self.accumulates = "gradient_accumulation_steps" in options
+        clips = {"global_clipnorm": 0.1}, {"global_clipnorm": 1.0}, {"clipnorm": 0.1}, {"clipvalue": 0.05}
+        options |= self.pick("clips", *[{}] * 8, *clips)
+        options |= self.pick("decay", *[{}] * 6, {"weight_decay": 0.01})
+        options |= self.pick("accumulates", *[{}] * 12, *({"gradient_accumulation_steps": steps} for steps in (2, 3)))
+        options |= self.pick("averages", *[{}] * 12, *(
+            {"use_ema": True, "ema_momentum": 0.9, "ema_overwrite_frequency": every} for every in (None, 2)
+        ))  # fmt: skip
+        self.accumulates, self.averages = "gradient_accumulation_steps" in options, "use_ema" in options
         rate = self.make(
             "rate", fixed=lambda: 0.02, decays=lambda: optimizers.schedules.ExponentialDecay(0.05, 3, 0.8),
             warms_up=lambda: optimizers.schedules.CosineDecay(0.01, 6, warmup_steps=2, warmup_target=0.06),
@@ -301,7 +350,10 @@ class Program:
                          "Adafactor", "Lamb", "Muon")  # fmt: skip
         if kind == "SGD":
             options["momentum"] = self.pick("momentum", 0.0, 0.9)
-        return getattr(optimizers, kind)(rate, **options)
+        optimizer = getattr(optimizers, kind)(rate, **options)
+        if self.step is None and self.pick("scales the loss", *[False] * 9, True):
+            return optimizers.LossScaleOptimizer(optimizer, initial_scale=1024.0, dynamic_growth_steps=3)
+        return optimizer
 
     # --- What is done ---
 
@@ -318,13 +370,19 @@ class Program:
         parts = (self.x, self.y) if self.weights is None or not weighted else (self.x, self.y, self.weights)
         return keras.tree.map_structure(lambda array: array[rows], parts)  # type: ignore[no-any-return]
 
+    def arrays(self) -> dict[str, Any]:
+        return dict(zip(("x", "y", "sample_weight"), self.rows(), strict=False))
+
     def source(self) -> dict[str, Any]:
         """Returns the arguments of `fit` that give it data."""
-        kind = self.pick("data", *["arrays"] * 3, *["dataset"] * 2, "repeated", "generator", "PyDataset")
+        kind = self.pick("data", *["arrays"] * 3, "dataset", *["pipeline"] * 3, "repeated", "generator", "PyDataset")
         steps = -(-self.count // self.batch)
         if kind == "arrays":
-            arrays = dict(zip(("x", "y", "sample_weight"), self.rows(), strict=False))
-            return {**arrays, "batch_size": self.batch, "shuffle": self.pick("shuffles", True, False)}
+            some = {} if self.pick("steps an epoch", *[True] * 4, False) else {"steps_per_epoch": max(steps - 1, 1)}
+            if self.kinds and self.weights is None and self.pick("weights of classes", True, False, False):
+                some["class_weight"] = {kind: 0.5 + kind for kind in range(self.kinds)}
+            shuffles = self.pick("shuffles", True, False)
+            return {**self.arrays(), **some, "batch_size": self.batch, "shuffle": shuffles}
         if kind == "generator":
             return {"x": self.batches(), "steps_per_epoch": steps}
         if kind == "PyDataset":
@@ -339,6 +397,8 @@ class Program:
 
             return {"x": Batches()}
         dataset = tf.data.Dataset.from_tensor_slices(self.rows())
+        if kind == "pipeline":
+            return {"x": random_pipeline(dataset, self.batch, self.pick)}
         if self.pick("shuffles", True, False):
             dataset = dataset.shuffle(100, seed=5)
         if kind == "repeated":
@@ -362,6 +422,13 @@ class Program:
             found.append(callbacks.LambdaCallback(on_epoch_end=look))
         if self.pick("stops early", True, False, False, False):
             found.append(callbacks.EarlyStopping("loss", patience=0, restore_best_weights=True, mode="min"))
+        if self.pick("keeps the best", True, False, False, False):
+            found.append(callbacks.ModelCheckpoint("best.weights.h5", "loss", save_best_only=True, mode="min",
+                                                   save_weights_only=True))  # fmt: skip
+        if self.fixed_rate and self.pick("waits for a plateau", True, False, False, False):
+            found.append(callbacks.ReduceLROnPlateau("loss", 0.5, patience=0, min_delta=0.05))
+        if self.averages and self.pick("swaps averages", True, False):
+            found.append(callbacks.SwapEMAWeights(swap_on_epoch=True))
         if self.fixed_rate and self.pick("lowers the rate", True, False, False, False):
             found.append(callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.7))
         return found
@@ -375,12 +442,14 @@ class Program:
             options["validation_data"] = tf.data.Dataset.from_tensor_slices(self.rows(slice(7))).batch(3)
         elif validation in ("rows", "weighted"):
             options["validation_data"] = self.rows(slice(7), validation == "weighted")
+        options["validation_freq"] = self.pick("validates every", 1, 1, 1, 2)
+        options["initial_epoch"] = self.pick("first epoch", 0, 0, 0, 1)
         options |= {"epochs": self.pick("epochs", 1, 2, 3), "callbacks": self.watched(seen), "verbose": 0}
         return [self.distributed.fit(**options).history, seen]
 
     def evaluate(self) -> Any:
-        arrays = dict(zip(("x", "y", "sample_weight"), self.rows(), strict=False))
-        return self.distributed.evaluate(**arrays, batch_size=4, verbose=0, return_dict=True)
+        batch = self.pick("evaluated", 3, 4, 32)
+        return self.distributed.evaluate(**self.arrays(), batch_size=batch, verbose=0, return_dict=True)
 
     def predict(self) -> Any:
         return self.distributed.predict(self.x, batch_size=self.pick("predicted", 2, 5, 32), verbose=0)
@@ -388,6 +457,29 @@ class Program:
     def on_batches(self) -> Any:
         trained = self.distributed.train_on_batch(*self.rows(slice(6)), return_dict=True)
         return [trained, self.distributed.test_on_batch(*self.rows(slice(5)), return_dict=True)]
+
+    def loop(self) -> Any:
+        """Trains for an epoch in a loop of its own."""
+        shard, run, reduce = verbs(self.distribute_plainly)
+        optimizer = self.distribute_plainly(self.optimizer())
+        losses_of = keras.tree.map_structure(lambda loss: IN_A_LOOP[loss]() if loss in IN_A_LOOP else loss, self.loss)
+        mean = metrics.Mean()
+
+        def step(batch: Any) -> Any:
+            x, y, *weights = batch
+            with tf.GradientTape() as tape:
+                predictions = self.distributed(x, training=True)
+                weights = weights or [keras.tree.map_structure(lambda _: None, y)]
+                parts = keras.tree.map_structure(lambda loss, *args: loss(*args), losses_of, y, predictions, *weights)
+                loss = sum(keras.tree.flatten(parts)) + sum(self.distributed.losses)
+            variables = self.distributed.trainable_variables
+            optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+            mean.update_state(loss)
+            return loss
+
+        function = tf.function(lambda batch: reduce("mean", run(step, (batch,))), reduce_retracing=True)
+        data = tf.data.Dataset.from_tensor_slices(self.rows()).batch(self.batch)
+        return [[float(function(batch)) for batch in shard(data)], float(mean.result())]
 
     def freeze(self) -> None:
         for layer in self.distributed.layers[: self.pick("frozen", 1, 2)]:
@@ -409,15 +501,23 @@ class Program:
         self.distributed = self.distribute(clone)
         self.compile()
 
+    def weights_of(self, y: Any) -> Any:
+        shape: Any = self.count
+        if self.has_tags:
+            shape = (self.count, self.pick("weights of words", 1, y.shape[1]))
+        return self.numbers.uniform(0.1, 2, shape) * (self.numbers.uniform(size=shape) < 0.8)
+
     def run(self, distribute: Distribute) -> Iterator[tuple[str, Any]]:
-        self.distribute = asking(distribute, exact=True) if self.exact else distribute
+        data = self.pick("reads", *[None] * 12, "chief")
+        self.distribute_plainly = distribute
+        self.distribute = asking(distribute, exact=self.exact or None, data=data)
         self.distributed = self.distribute(self.model())
         self.weights = None
-        if self.pick("weights", True, False, False) and not isinstance(self.y, dict):
-            self.weights = self.numbers.uniform(0.1, 2, self.count) * (self.numbers.uniform(size=self.count) < 0.8)
+        if self.pick("weights", True, False, False):
+            self.weights = keras.tree.map_structure(self.weights_of, self.y)
         self.compile()
         actions = [self.fit, self.fit, self.evaluate, self.predict, self.on_batches, self.compile, self.freeze]
-        actions += [self.reload, self.perturb, *([self.clone] if self.step is None else [])]
+        actions += [self.reload, self.perturb, self.loop, *([self.clone] if self.step is None else [])]
         for number, action in enumerate([self.fit, *self.random.choices(actions, k=3), self.fit]):
             self.chosen.setdefault("actions", []).append(action.__name__)
             yield f"{number} {action.__name__}", [action(), self.distributed.get_weights()]

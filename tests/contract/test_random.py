@@ -1,4 +1,4 @@
-"""Random programs beside one process: `make test-random ON=horovod-3 SEEDS=0-99`."""
+"""Random programs and pipelines beside one process: `make test-random ON=horovod-3 SEEDS=0-99`."""
 
 import contextlib
 import os
@@ -17,21 +17,23 @@ TOLERANCE = 1e-7  # many steps and optimizers that divide by small numbers ampli
 
 
 def seeds() -> range:
-    first, _, last = os.environ.get("SEEDS", "0-4").partition("-")
+    first, _, last = os.environ.get("SEEDS", "0-2").partition("-")
     return range(int(first), int(last or first) + 1)
 
 
-def numbers_of(seed: int, own_folder: str, is_distributed: bool) -> Any:
+def numbers_of(kind: str, seed: int, own_folder: str, is_distributed: bool) -> Any:
     import keras
 
     import keras_dist as kd
     from tests.contract.harness import same
+    from tests.contract.random_pipelines import run_pipelines
     from tests.contract.random_programs import run_program
 
     os.chdir(own_folder)
     keras.config.set_floatx("float64")
     with small_is_large() if seed % 2 else contextlib.nullcontext():
-        return run_program(seed, kd.distribute if is_distributed else same)
+        run = {"program": run_program, "pipelines": run_pipelines}[kind]
+        return run(seed, kd.distribute if is_distributed else same)
 
 
 @contextlib.contextmanager
@@ -56,22 +58,23 @@ def lines_with(pattern: str, error: WorkerError) -> list[str]:
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["program", "pipelines"])
 @pytest.mark.parametrize("seed", seeds())
-def test_random_program(seed: int, cluster: tuple[str, int], pools: Any, tmp_path: Path, golden: Any) -> None:
+def test_random(kind: str, seed: int, cluster: tuple[str, int], pools: Any, tmp_path: Path, golden: Any) -> None:
     plain, distributed = folder(tmp_path, "plain"), folder(tmp_path, "distributed")
     serial = pools.get("serial", 1)
     try:
-        expected, chosen = golden(("random", seed), lambda: serial.run(numbers_of, seed, plain, False)[0])
+        expected, chosen = golden((kind, seed), lambda: serial.run(numbers_of, kind, seed, plain, False)[0])
     except WorkerError as error:
         pytest.skip(f"not in one process: {lines_with('Error: ', error)[-1:]}")
     try:
-        results = pools.get(*cluster).run(numbers_of, seed, distributed, True, timeout=500.0)
+        results = pools.get(*cluster).run(numbers_of, kind, seed, distributed, True, timeout=500.0)
     except WorkerError as error:
         # Of what is found to differ only the check of own code may say so, before anything was trained.
         if not (refused := lines_with(r"keras_dist\.errors\.(NotSupportedError|MismatchError: verify)", error)):
             raise
         pytest.skip(f"refused: {refused[-1]}")
-    print(f"The program of seed {seed}: {chosen}")  # shown if it fails
+    print(f"The {kind} of seed {seed}: {chosen}")  # shown if it fails
     for rank, (numbers, _) in enumerate(results):
         assert_identical(flat(numbers), flat(results[0][0]), f"rank {rank} and rank 0")
     assert_close(flat(results[0][0]), flat(expected), TOLERANCE)
