@@ -17,21 +17,26 @@ Stage = Callable[[Dataset], Dataset]
 Pick = Callable[..., Any]
 
 
-def random_pipeline(dataset: Dataset, batch: int, pick: Pick) -> Dataset:
+def random_pipeline(dataset: Dataset, batch: int, pick: Pick, is_endless: bool = False) -> Dataset:
     """Returns a dataset of batches with random stages before and after `batch`.
+
+    Data that are repeated have no seeded noise: what TensorFlow draws after `take` and `repeat` is not determined.
 
     Args:
         dataset: Single examples, tuples.
         batch: The size of a batch.
         pick: Takes what is chosen, and the options.
+        is_endless: The dataset is repeated at the end.
     """
     elements, batches = of_elements(pick), of_batches(pick)
+    left_out = "noise" if is_endless or pick("repeats", True, False) else "repeat"
+    del elements[left_out], batches[left_out]
     for _ in range(pick("stages before", 0, 1, 2, 3)):
         dataset = elements[pick("stages", *elements)](dataset)
     dataset = batched(dataset, batch, pick)
     for _ in range(pick("stages after", 0, 0, 1, 2)):
         dataset = batches[pick("stages", *batches)](dataset)
-    return dataset
+    return dataset.repeat() if is_endless else dataset
 
 
 def batched(dataset: Dataset, batch: int, pick: Pick) -> Dataset:
@@ -153,24 +158,23 @@ def run_pipelines(seed: int, distribute: Distribute) -> tuple[Numbers, str]:
         chosen.append((what, option := choices.choice(options)))
         return option
 
-    def pipeline() -> Dataset:
+    def pipeline(is_endless: bool = False) -> Dataset:
         count = choices.randint(16, 40)
         x = numbers.normal(size=(count, 3))
         parts = (x, x.sum(1, keepdims=True)) + ((numbers.uniform(size=count),) if pick("weights", True, False) else ())
-        return random_pipeline(Dataset.from_tensor_slices(parts), pick("batch", 1, 2, 3, 4, 8, 64), pick)
+        return random_pipeline(Dataset.from_tensor_slices(parts), pick("batch", 1, 2, 3, 4, 8, 64), pick, is_endless)
 
     results: Numbers = {}
     for number in range(3):
         inputs = keras.Input([3])
         model = distribute(keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Dense(4, "tanh")(inputs))))
-        data, held_out, of_loop = pipeline(), pipeline(), pipeline()
+        is_endless = pick("endless", *[False] * 4, True)
+        of_epoch = {"steps_per_epoch": pick("steps an epoch", 1, 2, 5)} if is_endless else {}
+        data, held_out, of_loop = pipeline(is_endless), pipeline(), pipeline()
         validation = pipeline() if pick("validates", True, False) else None
         steps = (2, 3) if any(is_counted_once_more(each) for each in (data, validation, held_out)) else (1, 1, 3)
         model.compile(keras.optimizers.SGD(0.01, momentum=0.5), "mse", weighted_metrics=["mae"],
                       steps_per_execution=pick("steps", *steps))  # fmt: skip
-        of_epoch: dict[str, Any] = {}
-        if pick("endless", *[False] * 4, True):
-            data, of_epoch = data.repeat(), {"steps_per_epoch": pick("steps an epoch", 1, 2, 5)}
         epochs = pick("epochs", 1, 2, 3)
         fitted = model.fit(data, epochs=epochs, verbose=0, validation_data=validation, **of_epoch)
         results[f"fit {number}"] = [fitted.history, model.get_weights()]
