@@ -263,7 +263,8 @@ def test_optimizer_unknown_length(distribute: Distribute) -> Numbers:
 
     It decays the weights and draws once more too: numbers for Dropout, and for noise in evaluations. Of batches of a
     static size it also counts once more in the average of the losses, which nobody wants. While gradients are
-    accumulated, a schedule delays the count, and what was accumulated may be dropped.
+    accumulated, a schedule delays the count, and what was accumulated may be dropped. Nadam's product of momenta, which
+    needs no gradients, gets one more factor.
     """
     optimizer = keras.optimizers.AdamW(0.1, weight_decay=0.3)
     noise = draw(lambda x, seed: keras.random.normal(keras.ops.shape(x), seed=seed), 2, always=True)
@@ -275,7 +276,11 @@ def test_optimizer_unknown_length(distribute: Distribute) -> Numbers:
     model.compile(keras.optimizers.SGD(rate, weight_decay=0.3, gradient_accumulation_steps=3), "mse")
     fixed = fitted(model, data.batch(8, drop_remainder=True))
     states = [part.state.numpy() for part in (model.layers[1].seed_generator, noise.generator)]
-    return {"dynamic": results, "weights": fixed["weights"], "steps": optimizer.iterations.numpy(), "states": states}
+    model.compile(keras.optimizers.Nadam(0.01), "mse")
+    nadam = fitted(model, data.batch(8), epochs=3)
+    states += [variable.numpy() for variable in model.optimizer.variables]
+    return {"dynamic": results, "weights": fixed["weights"], "steps": optimizer.iterations.numpy(), "states": states,
+            "nadam": nadam}  # fmt: skip
 
 
 @contract("gradient-accumulation-remainder", sizes=(3,))
