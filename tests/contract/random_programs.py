@@ -13,7 +13,8 @@ import numpy as np
 import tensorflow as tf
 from keras import callbacks, layers, losses, metrics, ops, optimizers
 
-from tests.contract.harness import Numbers, asking, plain
+import keras_dist as kd
+from tests.contract.harness import Numbers, asking, plain, same
 from tests.contract.parts import Distribute
 from tests.contract.random_pipelines import random_pipeline
 from tests.contract.test_loop import verbs
@@ -340,14 +341,12 @@ class Program:
         options |= self.pick("averages", *[{}] * 12, *(
             {"use_ema": True, "ema_momentum": 0.9, "ema_overwrite_frequency": every} for every in (None, 2)
         ))  # fmt: skip
-        self.accumulates, self.averages = "gradient_accumulation_steps" in options, "use_ema" in options
         rate = self.make(
             "rate", fixed=lambda: 0.02, decays=lambda: optimizers.schedules.ExponentialDecay(0.05, 3, 0.8),
             warms_up=lambda: optimizers.schedules.CosineDecay(0.01, 6, warmup_steps=2, warmup_target=0.06),
         )  # fmt: skip
-        self.fixed_rate = not callable(rate)
-        kind = self.pick("optimizer", "SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Nadam",
-                         "Adafactor", "Lamb", "Muon")  # fmt: skip
+        kinds = "SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Nadam", "Adafactor", "Lamb"
+        kind = self.pick("optimizer", *kinds, *([] if callable(rate) else ["Muon"]))  # its schedules are in float32
         if kind == "SGD":
             options["momentum"] = self.pick("momentum", 0.0, 0.9)
         optimizer = getattr(optimizers, kind)(rate, **options)
@@ -358,23 +357,49 @@ class Program:
     # --- What is done ---
 
     def compile(self) -> None:
-        eagerly = self.pick("eagerly", *[False] * 8, True)
+        eagerly, optimizer = self.pick("eagerly", *[False] * 8, True), self.optimizer()
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        self.accumulates, self.averages = bool(inner.gradient_accumulation_steps), optimizer.use_ema
+        self.fixed_rate = isinstance(inner.get_config()["learning_rate"], float)
         self.distributed.compile(
-            self.optimizer(), self.loss, loss_weights={"p": 0.3, "q": 1.7} if isinstance(self.y, dict) else None,
+            optimizer, self.loss, loss_weights={"p": 0.3, "q": 1.7} if isinstance(self.y, dict) else None,
             metrics=self.measured(self.measures), weighted_metrics=self.measured(self.measures), run_eagerly=eagerly,
             steps_per_execution=1 if eagerly else self.pick("steps", 1, 1, 1, 2, 3),
             jit_compile=False if eagerly else self.pick("jit", "auto", "auto", "auto", False, True),
         )  # fmt: skip
 
-    def rows(self, rows: slice = slice(None), weighted: bool = True) -> tuple[Any, ...]:
+    def rows(self, rows: Any = slice(None), weighted: bool = True) -> tuple[Any, ...]:
         parts = (self.x, self.y) if self.weights is None or not weighted else (self.x, self.y, self.weights)
         return keras.tree.map_structure(lambda array: array[rows], parts)  # type: ignore[no-any-return]
 
     def arrays(self) -> dict[str, Any]:
         return dict(zip(("x", "y", "sample_weight"), self.rows(), strict=False))
 
+    def own_shards(self) -> tf.data.Dataset:
+        """Returns the batches of some of 12 shards: all ranks' together are those of one process.
+
+        Shards may have fewer batches than others, and none.
+        """
+        cuts = sorted(self.random.randint(0, self.count) for _ in range(11))
+        parts = [range(*bounds) for bounds in zip([0, *cuts], [*cuts, self.count], strict=True)]
+        is_plain = self.distribute_plainly is same
+        rank, size = (0, 1) if is_plain else (kd.rank(), kd.size())
+        own = parts[rank * 12 // size : (rank + 1) * 12 // size]
+        batch = self.pick("of each shard", 1, 2, 3)
+
+        def batches() -> Iterator[Any]:
+            for start in range(0, max(map(len, own)), batch):
+                yield self.rows([index for part in own for index in part[start : start + batch]])
+
+        def spec(array: Any) -> Any:
+            return tf.TensorSpec([None, *array.shape[1:]], array.dtype)
+
+        return tf.data.Dataset.from_generator(batches, output_signature=keras.tree.map_structure(spec, self.rows()))
+
     def source(self) -> dict[str, Any]:
         """Returns the arguments of `fit` that give it data."""
+        if self.is_sharded:
+            return {"x": self.own_shards()}
         kind = self.pick("data", *["arrays"] * 3, "dataset", *["pipeline"] * 3, "repeated", "generator", "PyDataset")
         steps = -(-self.count // self.batch)
         if kind == "arrays":
@@ -436,7 +461,9 @@ class Program:
     def fit(self) -> Any:
         options, seen = self.source(), list[Any]()
         validation = self.pick("validation", None, "split", "rows", "weighted", "dataset")
-        if validation == "split" and "y" in options:
+        if self.is_sharded:
+            options["validation_data"] = self.own_shards() if validation else None
+        elif validation == "split" and "y" in options:
             options["validation_split"] = 0.3
         elif validation == "dataset":
             options["validation_data"] = tf.data.Dataset.from_tensor_slices(self.rows(slice(7))).batch(3)
@@ -448,6 +475,8 @@ class Program:
         return [self.distributed.fit(**options).history, seen]
 
     def evaluate(self) -> Any:
+        if self.is_sharded:
+            return self.distributed.evaluate(self.own_shards(), verbose=0, return_dict=True)
         batch = self.pick("evaluated", 3, 4, 32)
         return self.distributed.evaluate(**self.arrays(), batch_size=batch, verbose=0, return_dict=True)
 
@@ -508,7 +537,8 @@ class Program:
         return self.numbers.uniform(0.1, 2, shape) * (self.numbers.uniform(size=shape) < 0.8)
 
     def run(self, distribute: Distribute) -> Iterator[tuple[str, Any]]:
-        data = self.pick("reads", *[None] * 12, "chief")
+        data = self.pick("reads", *[None] * 12, "chief", *["sharded"] * 3)
+        self.is_sharded = data == "sharded"
         self.distribute_plainly = distribute
         self.distribute = asking(distribute, exact=self.exact or None, data=data)
         self.distributed = self.distribute(self.model())
@@ -516,8 +546,9 @@ class Program:
         if self.pick("weights", True, False, False):
             self.weights = keras.tree.map_structure(self.weights_of, self.y)
         self.compile()
-        actions = [self.fit, self.fit, self.evaluate, self.predict, self.on_batches, self.compile, self.freeze]
-        actions += [self.reload, self.perturb, self.loop, *([self.clone] if self.step is None else [])]
+        actions = [self.fit, self.fit, self.evaluate, self.compile, self.freeze, self.reload, self.perturb]
+        actions += [] if self.is_sharded else [self.predict, self.on_batches, self.loop]
+        actions += [] if self.step else [self.clone]
         for number, action in enumerate([self.fit, *self.random.choices(actions, k=3), self.fit]):
             self.chosen.setdefault("actions", []).append(action.__name__)
             yield f"{number} {action.__name__}", [action(), self.distributed.get_weights()]
