@@ -182,10 +182,10 @@ def distribute(
         exact: `True` also makes random layers and BatchNormalization compute what one process computes. Every
             BatchNormalization is synchronized: its moments are those of the global batch. `Dropout`, noise,
             augmentation and `keras.random` draw for the global batch, and each replica takes its rows. It costs
-            small reductions in each BatchNormalization, and the time to draw. By default each replica normalizes by
-            its own share and has its own random stream, as is usual, and a line names such layers when `fit` begins;
-            `False` prevents the line. Operations of `tf.random` are not changed. Parameter servers refuse it for
-            models with BatchNormalization.
+            small reductions in each BatchNormalization, and the time to draw. It holds in `kd.run` too, whether the
+            model or the optimizer asks for it. By default each replica normalizes by its own share and has its own
+            random stream, as is usual, and a line names such layers when `fit` begins; `False` prevents the line.
+            Operations of `tf.random` are not changed. Parameter servers refuse it for models with BatchNormalization.
         verify: `"auto"` (default): where a step of `fit` or `evaluate` runs code that is not Keras's own (a
             `train_step`, a layer, loss, metric or optimizer of the script's), it is tried out on two or three rows of
             each replica after the first step, on shares and in one place. If more than rounding differs, all ranks
@@ -230,10 +230,11 @@ def distribute(
             "Pass a keras.Model, compiled or not. Models of tf_keras (Keras 2) are not supported.",
         )
     options = Options(data, batch, scale_learning_rate, exact, verify, tune)
-    if isinstance(target, keras.optimizers.Optimizer):
+    is_optimizer = isinstance(target, keras.optimizers.Optimizer)
+    if exact or (is_optimizer and exact is not None):  # a loop may train the model too
+        backend.loop.exact = exact
+    if is_optimizer:
         options.check_for_optimizer()
-        if exact is not None:
-            backend.loop.exact = exact
         if options.verifies_on(backend):
             backend.loop.verify()
     backend.distribute(target, options)

@@ -60,13 +60,18 @@ def indexed(dataset: Dataset) -> Dataset:
 
 def scaled(*parts: Any) -> Any:
     x, *others = parts
-    return tf.nest.map_structure(lambda a: a * 1.5 if a.dtype.is_floating else (a + 1) % 9, x), *others
+    return tf.nest.map_structure(lambda a: a * 1.5 if a.dtype.is_floating else a // 2, x), *others
+
+
+def shifted(a: Any, by: Any) -> Any:
+    """Adds 0 or 1, also to the number of a word."""
+    return a + tf.cast(by, a.dtype) if a.dtype.is_floating else tf.maximum(a - tf.cast(by, a.dtype), 0)
 
 
 def noisy(*parts: Any) -> Any:
     """Draws with a seed: the same numbers in each process, if they are drawn for the same examples in order."""
     x, *others = parts
-    return tf.nest.map_structure(lambda a: a + tf.cast(tf.random.uniform([], 0, 2, tf.int32, 3), a.dtype), x), *others
+    return tf.nest.map_structure(lambda a: shifted(a, tf.random.uniform([], 0, 2, tf.int32, 3)), x), *others
 
 
 def augmented(*parts: Any) -> Any:
@@ -74,7 +79,7 @@ def augmented(*parts: Any) -> Any:
     x, *others = parts
     seed = [7, tf.cast(tf.reduce_sum(tf.abs(tf.nest.flatten(x)[0])) * 1000, tf.int32)]
     drawn = tf.random.stateless_uniform([], seed, 0, 2, tf.int32)
-    return tf.nest.map_structure(lambda a: a + tf.cast(drawn, a.dtype), x), *others
+    return tf.nest.map_structure(lambda a: shifted(a, drawn), x), *others
 
 
 def through_python(*parts: Any) -> Any:

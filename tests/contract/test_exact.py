@@ -228,9 +228,13 @@ contract("exact-run-eagerly", covered_by=("exact-random-functions", "exact-batch
 
 @contract("exact-in-loop", covered_by=("exact-random-functions", "exact-batchnorm", "loop"))
 def test_in_loop(distribute: Any) -> Numbers:
-    loop = Loop(asking(distribute, exact=True), model=stack(*dropped(), layers.Dense(1)))
-    data = examples(24).batch(BATCH, drop_remainder=True)
-    return {**loop.train(distribute, data), "state": loop.model.get_weights()}
+    """The optimizer asks for it, or the model."""
+    data, exactly = examples(24).batch(BATCH, drop_remainder=True), asking(distribute, exact=True)
+    loop = Loop(exactly, model=stack(*dropped(), layers.Dense(1)))
+    results = loop.train(distribute, data)
+    asking(distribute, exact=False)(keras.optimizers.SGD())
+    loop = Loop(distribute, model=exactly(stack(*dropped(), layers.Dense(1))))
+    return {**results, "of_model": loop.train(distribute, data)}
 
 
 class OfTensorFlow(layers.Layer):
