@@ -137,7 +137,7 @@ class Program:
         self.arguments: dict[Any, dict[str, Any]] = {}  # of metrics
         self.kinds = 0  # of integer labels, which can have weights
         self.has_tags = False  # a label for each word of a text
-        self.has_loops = False  # perhaps, of TensorFlow: RNNs
+        self.has_sequences = False  # perhaps: layers of sequences
         self.exact = self.random.random() < 0.25  # then layers may draw random numbers, or normalize the batch
         self.count, self.batch = self.random.randint(7, 45), self.random.choice((1, 2, 3, 4, 5, 7, 8, 16, 64))
         self.chosen.update(exact=self.exact, count=self.count, batch=self.batch)
@@ -193,7 +193,7 @@ class Program:
         return {**kinds, **of_batch} if self.exact else kinds
 
     def of_sequences(self) -> dict[str, Layer]:
-        self.has_loops = True
+        self.has_sequences = True
         kinds: dict[str, Layer] = {
             "lstm": lambda x: layers.LSTM(5, return_sequences=True, recurrent_regularizer="l2")(x),
             "gru": lambda x: layers.GRU(4, return_sequences=True, go_backwards=self.pick("backwards", True, False))(x),
@@ -337,7 +337,7 @@ class Program:
         options: dict[str, Any] = {}
         clips = {"global_clipnorm": 0.1}, {"global_clipnorm": 1.0}, {"clipnorm": 0.1}, {"clipvalue": 0.05}
         options |= self.pick("clips", *[{}] * 8, *clips)
-        if not self.has_loops:  # at the end of data of unknown length plain Keras doesn't decay what a loop reads
+        if not self.has_sequences:  # at the end of data of unknown length plain Keras doesn't decay what a loop reads
             options |= self.pick("decay", *[{}] * 6, {"weight_decay": 0.01})
         options |= self.pick("accumulates", *[{}] * 12, *({"gradient_accumulation_steps": steps} for steps in (2, 3)))
         options |= self.pick("averages", *[{}] * 12, *(
@@ -347,8 +347,10 @@ class Program:
             "rate", fixed=lambda: 0.02, decays=lambda: optimizers.schedules.ExponentialDecay(0.05, 3, 0.8),
             warms_up=lambda: optimizers.schedules.CosineDecay(0.01, 6, warmup_steps=2, warmup_target=0.06),
         )  # fmt: skip
-        kinds = "SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Nadam", "Adafactor", "Lamb"
-        kind = self.pick("optimizer", *kinds, *([] if callable(rate) else ["Muon"]))  # its schedules are in float32
+        kinds = ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Nadam", "Lamb"]
+        kinds += [] if self.has_sequences else ["Adafactor"]  # in attention gradients are 0, and it steps by rounding
+        kinds += [] if callable(rate) else ["Muon"]  # its schedules are in float32
+        kind = self.pick("optimizer", *kinds)
         if kind == "SGD":
             options["momentum"] = self.pick("momentum", 0.0, 0.9)
         optimizer = getattr(optimizers, kind)(rate, **options)
@@ -359,7 +361,7 @@ class Program:
     # --- What is done ---
 
     def compile(self) -> None:
-        eagerly, optimizer = self.pick("eagerly", *[False] * 8, True), self.optimizer()
+        eagerly, optimizer = self.pick("eagerly", *[False] * 8, self.step != "logs more"), self.optimizer()
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         self.accumulates, self.averages = bool(inner.gradient_accumulation_steps), optimizer.use_ema
         self.fixed_rate = isinstance(inner.get_config()["learning_rate"], float)
