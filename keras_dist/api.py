@@ -231,13 +231,13 @@ def distribute(
         )
     options = Options(data, batch, scale_learning_rate, exact, verify, tune)
     is_optimizer = isinstance(target, keras.optimizers.Optimizer)
-    if exact or (is_optimizer and exact is not None):  # a loop may train the model too
-        backend.loop.exact = exact
     if is_optimizer:
         options.check_for_optimizer()
         if options.verifies_on(backend):
             backend.loop.verify()
     backend.distribute(target, options)
+    if exact or (is_optimizer and exact is not None):  # a loop may train the model too
+        backend.loop.exact = exact
     return target
 
 

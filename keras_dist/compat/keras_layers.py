@@ -42,15 +42,20 @@ def own_state(model: keras.Model) -> list[Any]:
 
 
 @contextlib.contextmanager
-def assigned_by_script(observe: Callable[[Any, Any], None]) -> Iterator[None]:
-    """Calls `observe(variable, value)` before what the user's code assigns: no optimizer, no normalization."""
+def observed_layers(by_script: Callable[[Any, Any], None], inexact: list[Any]) -> Iterator[None]:
+    """Calls `by_script(variable, value)` before what the user's code assigns: no optimizer, no normalization.
+
+    Appends to `inexact` the layers that assign a state, as `inexact_layers` returns those of a model.
+    """
     plain = keras.Variable.assign
 
     def assign(variable: Any, value: Any) -> Any:
         callers = [scope.caller for scope in get_global_attribute("name_scope_stack") or ()]
-        is_kerass = isinstance(callers[-1] if callers else None, _NORMALIZATIONS)
-        if not is_kerass and not any(isinstance(caller, keras.Optimizer) for caller in callers):
-            observe(variable, value)
+        layer = callers[-1] if callers else None
+        if isinstance(layer, keras.layers.Layer) and _is_inexact(layer):
+            inexact.append(layer)
+        if not isinstance(layer, _NORMALIZATIONS) and not any(isinstance(each, keras.Optimizer) for each in callers):
+            by_script(variable, value)
         return plain(variable, value)
 
     with patched(keras.Variable, assign=assign):
@@ -62,7 +67,7 @@ def _of_normalizations(layer: Any) -> set[int]:
     return {id(variable) for part in inner for variable in part._non_trainable_variables}
 
 
-def statistics_of_a_share(model: keras.Model, are_synchronized: bool) -> list[Any]:
+def statistics_of_a_share(model: keras.Model, are_synchronized: bool | None) -> list[Any]:
     """Returns the float state that may depend on the share of a replica.
 
     That of `SpectralNormalization` depends on weights only, and a BatchNormalization that is synchronized, or every one
@@ -77,17 +82,17 @@ def statistics_of_a_share(model: keras.Model, are_synchronized: bool) -> list[An
 
 def inexact_layers(model: keras.Model) -> list[keras.layers.Layer]:
     """Returns the layers of Keras that normalize by a share, or draw other numbers on each replica."""
+    return [layer for layer in model._flatten_layers() if _is_inexact(layer)]
 
-    def is_inexact(layer: Any) -> bool:
-        if isinstance(layer, keras.layers.BatchNormalization):
-            return bool(layer.trainable and not layer.synchronized)  # a frozen one uses its moving averages
-        # How layers call what they draw. Without it they draw always, as in augmentation.
-        names = ("rate", "stddev", "dropout", "recurrent_dropout", "_dropout")
-        rates = [vars(layer)[name] for name in names if name in vars(layer)]
-        draws = bool(layer._seed_generators) and (not rates or any(rates))
-        return is_kerass(type(layer)) and draws
 
-    return [layer for layer in model._flatten_layers() if is_inexact(layer)]
+def _is_inexact(layer: Any) -> bool:
+    if isinstance(layer, keras.layers.BatchNormalization):
+        return bool(layer.trainable and not layer.synchronized)  # a frozen one uses its moving averages
+    # How layers call what they draw. Without it they draw always, as in augmentation.
+    names = ("rate", "stddev", "dropout", "recurrent_dropout", "_dropout")
+    rates = [vars(layer)[name] for name in names if name in vars(layer)]
+    draws = bool(layer._seed_generators) and (not rates or any(rates))
+    return is_kerass(type(layer)) and draws
 
 
 @dataclasses.dataclass

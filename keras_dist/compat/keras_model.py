@@ -305,9 +305,10 @@ def update_without_gradients(optimizer: Any) -> None:
         optimizer._apply_weight_decay(optimizer._trainable_variables)
         for variable in accumulators(optimizer):
             variable.assign(tf.zeros_like(variable.value))
-    if steps == 1:  # else it is in the `tf.cond` of an accumulated update
+    if steps == 1:
         optimizer._backend_update_step([], [], optimizer.learning_rate)  # Nadam multiplies a product by its momentum
-    if steps == 1 or not (schedule_of(optimizer) or "iterations" in type(optimizer).update_step.__code__.co_names):
+        counter.assign_add(1)
+    elif not (schedule_of(optimizer) or "iterations" in type(optimizer).update_step.__code__.co_names):
         counter.assign_add(1)  # else the count waits for the `tf.cond` of an accumulated update, which reads it
 
 

@@ -257,7 +257,7 @@ def _gathered(exchange: Backend, values: Any, rows: _Rows) -> Any:
 
 
 @contextlib.contextmanager
-def on_share(exchange: Backend, step: Step, data: Any, exact: bool) -> Iterator[Any]:
+def on_share(exchange: Backend, step: Step, data: Any, exact: bool | None) -> Iterator[Any]:
     """The context of a step on a share. Yields the data of the share. Every replica must enter it.
 
     If the data have an unknown length, one step finds that they have ended. TensorFlow starts whatever needs no data

@@ -328,7 +328,7 @@ def _effects(known: _Known, layer: Any, plain: Any, has_state: bool, arguments: 
 @contextlib.contextmanager
 def whole_batch(
     backend: Backend, prepare_optimizer: Callable[[Any], None], model: keras.Model | None = None,
-    prepare: Callable[[Any], Any] = lambda values: values, exact: bool = False,
+    prepare: Callable[[Any], Any] = lambda values: values, exact: bool | None = False,
 ) -> Iterator[None]:  # fmt: skip
     """Makes the losses, gradients and statistics of a share those of the global batch. Each share has its own noise.
 
@@ -337,7 +337,7 @@ def whole_batch(
         model: The model whose step runs, `None` in a custom training loop.
         prepare: Takes the losses of single entries before the reduction and returns those to use.
         exact: True if noise and the moments of every BatchNormalization are those of the global batch too. The steps
-            must know where their share starts.
+            must know where their share starts. If it is `None`, a custom loop names the layers where they are not.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(keras_model.found_optimizers(prepare_optimizer))
@@ -351,7 +351,7 @@ def whole_batch(
         stack.enter_context(keras_losses.rescaled_losses(rescale, prepare))
         statistics = functools.partial(sum_statistics, backend.all_reduce_exact)
         stack.enter_context(
-            keras_losses.batch_statistics(statistics, exact, lambda: getattr(step_module.current(), "rows", None))
+            keras_losses.batch_statistics(statistics, bool(exact), lambda: getattr(step_module.current(), "rows", None))
         )
         stack.enter_context(keras_losses.weighted_scalars(lambda: getattr(step_module.current(), "part", None)))
         stack.enter_context(keras_losses.added_losses(step_module.weight_of_sum))
@@ -373,7 +373,9 @@ def whole_batch(
                 stack.enter_context(attached(variable, "assign", functools.partial(_assign, variable, variable.assign)))
             stack.enter_context(compiled_layers(model, backend.topology.is_chief))
         elif backend.topology.is_chief:
-            stack.enter_context(keras_layers.assigned_by_script(_tell_averaged))
+            inexact: list[Any] = []
+            stack.enter_context(keras_layers.observed_layers(_tell_averaged, inexact))
+            stack.callback(tell_inexact, inexact, backend, exact)
         if tf.executing_eagerly():
             stack.enter_context(noted_lookups(_note_lookup))
         yield
@@ -398,6 +400,18 @@ def _tell_averaged(variable: Any, value: Any) -> None:
             f"keras_dist: a step of kd.run assigns the variable {variable.path!r}, which has no aggregation: what "
             f"the replicas assign is {how} the replicas. If it depends on their shares, create it with "
             "aggregation='sum' or 'mean', or compute it from kd.gather(...)."
+        )
+
+
+def tell_inexact(layers: Sequence[Any], backend: Backend, exact: bool | None) -> None:
+    """Names, once, the layers whose numbers intentionally differ from those of one process."""
+    is_shared = backend.num_replicas > 1 and backend.not_of_one_process is None and backend.topology.is_chief
+    if exact is None and is_shared and layers:
+        unique = list(dict.fromkeys(repr(layer.name) for layer in layers))
+        names = ", ".join(unique[:3]) + (" ..." if len(unique) > 3 else "")
+        announce_once(
+            f"keras_dist: layers that normalize by a share or draw other noise on each replica: {names}. exact=True "
+            "prevents it, exact=False this line."
         )
 
 

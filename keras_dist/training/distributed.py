@@ -31,7 +31,7 @@ from keras_dist.step import step as step_module
 from keras_dist.step.metrics import Logs, as_number, flat, tensor_of
 from keras_dist.step.optimizer import build_at_once, optimizers_of, parts_of, variables_of
 from keras_dist.step.step import Stopwatch, explain_check
-from keras_dist.step.whole_batch import compiled_layers, explain_compilation
+from keras_dist.step.whole_batch import compiled_layers, explain_compilation, tell_inexact
 from keras_dist.training import refusals
 from keras_dist.training.call import Call, batches_of
 from keras_dist.training.interrupts import interrupts_of
@@ -40,7 +40,7 @@ from keras_dist.training.refusals import ATTACHED, DISTRIBUTED
 from keras_dist.training.resuming import FitExtensions
 from keras_dist.training.synchronizer import as_list, is_writer, on_chief, sees_batches, with_synchronizers
 from keras_dist.training.trial import FirstRows, is_in_step, without_graph
-from keras_dist.training.verification import CALLS, Verification, Verified, suspects_in, tell_inexact
+from keras_dist.training.verification import CALLS, Verification, Verified, suspects_in
 
 # Calls that all ranks make together.
 _TOGETHER = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
@@ -216,7 +216,7 @@ class DistributedModel(Verified):
 
     def _fit(self, call: Call) -> Any:
         optimizers = self._prepare_optimizers()
-        tell_inexact(self._model, self._backend, self.options.exact)
+        tell_inexact(keras_layers.inexact_layers(self._model), self._backend, self.options.exact)
         is_train = attached(self, "_kind", "train")
         with self.interrupts.deferred(), self._running(call), is_train, self._fitting.fit():
             callbacks = self._on_this_rank(call.get("callbacks"), optimizers)

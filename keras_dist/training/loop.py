@@ -57,7 +57,7 @@ def combined(backend: Backend, step: Step) -> Iterator[None]:
 class Loop:
     """`kd.shard` and the other functions of a custom training loop, on one replica, where nothing is distributed."""
 
-    exact = False  # see `kd.distribute`
+    exact: bool | None = None  # see `kd.distribute`
 
     def verify(self) -> None:
         """Compares the first steps of `kd.run` with those of one process, from now on."""

@@ -17,12 +17,12 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_layers, keras_model, keras_random, tf_graphs
+from keras_dist.compat import keras_model, keras_random, tf_graphs
 from keras_dist.compat.keras_model import CLIP_GRADIENTS, attached
 from keras_dist.compat.tf_compat import host_variable
 from keras_dist.data.shares import row_count
 from keras_dist.errors import MismatchError
-from keras_dist.logging import announce, announce_once
+from keras_dist.logging import announce
 from keras_dist.state.weights import values_of
 from keras_dist.step import step as step_module
 from keras_dist.step.optimizer import optimizers_of
@@ -116,18 +116,6 @@ def likely_cause(wrong: Sequence[Difference], backend: Backend, suspects: Suspec
     )
 
 
-def tell_inexact(model: keras.Model, backend: Backend, exact: bool | None) -> None:
-    """Names, once, the layers whose numbers intentionally differ from those of one process."""
-    is_shared = backend.num_replicas > 1 and backend.not_of_one_process is None and backend.topology.is_chief
-    if exact is None and is_shared and (layers := keras_layers.inexact_layers(model)):
-        unique = list(dict.fromkeys(repr(layer.name) for layer in layers))
-        names = ", ".join(unique[:3]) + (" ..." if len(unique) > 3 else "")
-        announce_once(
-            f"keras_dist: layers that normalize by a share or draw other noise on each replica: {names}. exact=True "
-            "prevents it, exact=False this line."
-        )
-
-
 def _values_of(variables: Sequence[Any]) -> list[Quantity]:
     return [Quantity(f"the variable {variable.path!r}", "variables", value_of(variable)) for variable in variables]
 
@@ -174,7 +162,7 @@ STEPS = 2  # of each kind that are verified, beside the first smaller batch
 class Verified:
     """Something that can be verified: the steps of a model, or of a custom loop."""
 
-    exact = False  # see `kd.distribute`
+    exact: bool | None = False  # see `kd.distribute`
     _applied: list[Any] | None = None  # while a step is tried out: see `Step.applied`
 
     @contextlib.contextmanager

@@ -116,9 +116,7 @@ def of_elements(pick: Pick) -> dict[str, Stage]:
         "choose": lambda d: Dataset.choose_from_datasets([d, d.map(scaled)], Dataset.range(2).repeat()),
         "generator": lambda d: Dataset.from_generator(d.as_numpy_iterator, output_signature=d.element_spec),
         "zip": lambda d: Dataset.zip((d, Dataset.range(1000))).map(lambda element, _: element),
-        "window": lambda d: Dataset.zip(
-            (Dataset.range(30).window(3).flat_map(lambda index: index), d)
-        ).map(lambda _, element: element),
+        "window": lambda d: d.window(4, 3).flat_map(lambda *parts: Dataset.zip(parts)),
         "take while": lambda d: indexed(d).take_while(lambda index, _: index < 15).map(lambda _, element: element),
         "options": lambda d: d.with_options(deterministic()),
     }  # fmt: skip

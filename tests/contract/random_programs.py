@@ -337,8 +337,7 @@ class Program:
         options: dict[str, Any] = {}
         clips = {"global_clipnorm": 0.1}, {"global_clipnorm": 1.0}, {"clipnorm": 0.1}, {"clipvalue": 0.05}
         options |= self.pick("clips", *[{}] * 8, *clips)
-        if not self.has_sequences:  # at the end of data of unknown length plain Keras doesn't decay what a loop reads
-            options |= self.pick("decay", *[{}] * 6, {"weight_decay": 0.01})
+        options |= self.pick("decay", *[{}] * 6, {"weight_decay": 0.01})
         options |= self.pick("accumulates", *[{}] * 12, *({"gradient_accumulation_steps": steps} for steps in (2, 3)))
         options |= self.pick("averages", *[{}] * 12, *(
             {"use_ema": True, "ema_momentum": 0.9, "ema_overwrite_frequency": every} for every in (None, 2)
@@ -398,7 +397,8 @@ class Program:
         def spec(array: Any) -> Any:
             return tf.TensorSpec([None, *array.shape[1:]], array.dtype)
 
-        return tf.data.Dataset.from_generator(batches, output_signature=keras.tree.map_structure(spec, self.rows()))
+        dataset = tf.data.Dataset.from_generator(batches, output_signature=keras.tree.map_structure(spec, self.rows()))
+        return dataset.apply(tf.data.experimental.assert_cardinality(-(-max(map(len, own)) // batch)))
 
     def source(self) -> dict[str, Any]:
         """Returns the arguments of `fit` that give it data."""
@@ -427,13 +427,19 @@ class Program:
             return {"x": Batches()}
         dataset = tf.data.Dataset.from_tensor_slices(self.rows())
         if kind == "pipeline":
-            return {"x": random_pipeline(dataset, self.batch, self.pick)}
+            pipeline = random_pipeline(dataset, self.batch, self.pick)
+            is_known = pipeline.cardinality() != tf.data.UNKNOWN_CARDINALITY
+            return {"x": pipeline if is_known or not self.needs_length() else dataset.batch(self.batch)}
         if self.pick("shuffles", True, False):
             dataset = dataset.shuffle(100, seed=5)
         if kind == "repeated":
             return {"x": dataset.repeat().batch(self.batch), "steps_per_epoch": self.pick("steps an epoch", 1, 2, 3)}
         dataset = dataset.batch(self.batch, drop_remainder=self.count >= self.batch and self.pick("drops", True, False))
         return {"x": dataset.prefetch(2) if self.pick("prefetches", True, False) else dataset}
+
+    def needs_length(self) -> bool:
+        """True for what plain Keras does otherwise at the end of data of unknown length: see docs/limits.md."""
+        return self.has_sequences or self.step == "trains twice" or isinstance(self.y, dict)
 
     def batches(self) -> Iterator[Any]:
         while True:
@@ -535,9 +541,8 @@ class Program:
         self.compile()
 
     def weights_of(self, y: Any) -> Any:
-        shape: Any = self.count
-        if self.has_tags:
-            shape = (self.count, self.pick("weights of words", 1, y.shape[1]))
+        words = (self.pick("weights of words", 1, y.shape[1]),) if self.has_tags else ()
+        shape = (self.count, *words)
         return self.numbers.uniform(0.1, 2, shape) * (self.numbers.uniform(size=shape) < 0.8)
 
     def run(self, distribute: Distribute) -> Iterator[tuple[str, Any]]:
@@ -556,7 +561,9 @@ class Program:
         for number, action in enumerate([self.fit, *self.random.choices(actions, k=3), self.fit]):
             self.chosen.setdefault("actions", []).append(action.__name__)
             yield f"{number} {action.__name__}", [action(), self.distributed.get_weights()]
-        if not self.accumulates:  # on the chief is what all ranks have accumulated
+        # On the chief is what all ranks have accumulated. Of two optimizers in a step parameter servers build the first
+        # for all weights.
+        if not self.accumulates and self.step != "two optimizers":
             yield "optimizer", [np.asarray(variable) for variable in self.distributed.optimizer.variables]
 
 

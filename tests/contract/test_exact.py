@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +13,7 @@ import tensorflow as tf
 from keras import layers
 
 import keras_dist as kd
+from keras_dist.logging import announce_once
 from tests.contract.harness import FLOAT32, Numbers, asking, contract
 from tests.contract.parts import (
     BATCH,
@@ -228,8 +231,15 @@ contract("exact-run-eagerly", covered_by=("exact-random-functions", "exact-batch
 
 @contract("exact-in-loop", covered_by=("exact-random-functions", "exact-batchnorm", "loop"))
 def test_in_loop(distribute: Any) -> Numbers:
-    """The optimizer asks for it, or the model."""
+    """The optimizer asks for it, or the model. Where neither does, the first such layers are named, once."""
     data, exactly = examples(24).batch(BATCH, drop_remainder=True), asking(distribute, exact=True)
+    announce_once.cache_clear()
+    with contextlib.redirect_stderr(errors := io.StringIO()):
+        for _ in range(2):
+            Loop(distribute, model=stack(layers.Dropout(0.5, name="drop"), layers.Dense(1))).train(distribute, data)
+    line = "layers that normalize by a share or draw other noise on each replica: 'drop'. exact=True prevents it"
+    is_told = distribute is kd.distribute and kd.is_chief() and kd.num_replicas() > 1
+    assert errors.getvalue().count(line) == is_told
     loop = Loop(exactly, model=stack(*dropped(), layers.Dense(1)))
     results = loop.train(distribute, data)
     asking(distribute, exact=False)(keras.optimizers.SGD())

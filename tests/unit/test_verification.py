@@ -15,6 +15,7 @@ from keras_dist.compat import keras_layers, keras_random
 from keras_dist.compat.keras_model import Attributes
 from keras_dist.environment import Topology
 from keras_dist.logging import announce_once
+from keras_dist.step.whole_batch import tell_inexact
 from keras_dist.training import verification
 from keras_dist.training.trial import (
     Difference,
@@ -275,7 +276,7 @@ def test_layers_are_named_once_unless_the_script_says_exact(
     model = keras.Sequential([keras.layers.Dropout(0.1, name="drop_once"), keras.layers.Dense(1)])
     announce_once.cache_clear()
     for _ in range(2):
-        verification.tell_inexact(model, backend, exact)
+        tell_inexact(keras_layers.inexact_layers(model), backend, exact)
     line = (
         "keras_dist: layers that normalize by a share or draw other noise on each replica: 'drop_once'. exact=True "
         "prevents it, exact=False this line.\n"

@@ -101,7 +101,7 @@ class TPUModel(DistributedModel):
         made: dict[int | None, Any] = {}
 
         def function(data: Any) -> Any:
-            self._length = step.length_of_shares(data)
+            self._length = step.static_size(data)
             if self._length not in made:
                 with attached(self._model, name, None):
                     made[self._length] = self._made(name, call)

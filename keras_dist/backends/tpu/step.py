@@ -94,20 +94,19 @@ def current_replica() -> Any:
     return None if context is None else context.replica_id_in_sync_group
 
 
+def static_size(data: Any) -> int | None:
+    """Returns the number of rows in a batch, or in those of an iterator; `None` if that is not known in advance."""
+    leaves = tf.nest.flatten(getattr(data, "element_spec", data), expand_composites=True)
+    return next((leaf.shape[0] for leaf in leaves if hasattr(leaf, "shape") and len(leaf.shape)), None)
+
+
 def size_of(batch: Any) -> int:
     """Returns the number of rows of a batch. Raises `NotSupportedError` if batches of several sizes were passed."""
-    size = next(leaf.shape[0] for leaf in tf.nest.flatten(batch) if hasattr(leaf, "shape") and len(leaf.shape))
-    if size is None:
+    if (size := static_size(batch)) is None:
         raise NotSupportedError(
             "A TPU needs batches of one size.", "batches of several sizes", "Pass batches of the same size."
         )
     return int(size)
-
-
-def length_of_shares(data: Any) -> int | None:
-    """Returns the length of shares in the argument of a `train_function`, an iterator or batches; `None` if unknown."""
-    leaves = tf.nest.flatten(getattr(data, "element_spec", data), expand_composites=True)
-    return next((leaf.shape[0] for leaf in leaves if hasattr(leaf, "shape") and len(leaf.shape)), None)
 
 
 def _map(function: Any, batch: Any) -> Any:
@@ -213,7 +212,7 @@ def _current_rows() -> Any:
 
 @contextlib.contextmanager
 def counting(
-    backend: Backend, model: keras.Model, prepare_optimizer: Callable[[Any], None], is_filled: bool, exact: bool
+    backend: Backend, model: keras.Model, prepare_optimizer: Callable[[Any], None], is_filled: bool, exact: bool | None
 ) -> Iterator[None]:
     """Makes losses, metrics and statistics those of the real rows of the global batch, while replicas run in it."""
     with (
