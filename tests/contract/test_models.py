@@ -362,6 +362,17 @@ contract("fit-step-state", sizes=(3,))(
 )
 
 
+class SeenAtOnce(layers.Layer):
+    """Subtracts a moving mean that it has just assigned."""
+
+    def build(self, shape: Any) -> None:
+        self.mean = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False, aggregation="mean")
+
+    def call(self, x: Any) -> Any:
+        self.mean.assign(0.9 * self.mean + 0.1 * keras.ops.mean(x, 0))
+        return x - self.mean
+
+
 @contract("refuses-step-state")
 def test_refuses_step_state(distribute: Distribute) -> Numbers:
     for kinds, named in ((("none", "none"), "(seen|mean)"), (("none", "mean"), "seen")):
@@ -369,6 +380,15 @@ def test_refuses_step_state(distribute: Distribute) -> Numbers:
         text = rf"its share of the batch(?s:.*)'[^']*{named}'(?s:.*)`call` of a layer"
         fit = lambda model=model: fitted(model, *numbers(32), batch_size=16)  # noqa: E731
         refused(kd.NotSupportedError, text, fit, kd.num_replicas)
+    return {}
+
+
+@contract("refuses-step-state-read", of=NOT_TPU, also=("parameter_server-2",))
+def test_refuses_step_state_read(distribute: Distribute) -> Numbers:
+    """On a TPU the assignment itself takes the mean over the cores."""
+    model = compiled(distribute, model=stack(SeenAtOnce(), layers.Dense(1)))
+    text = r"does not compute what one process would|can't compute with what its layers have assigned"
+    refused((kd.NotSupportedError, kd.MismatchError), text, lambda: fitted(model, *numbers(32)), kd.num_replicas)
     return {}
 
 

@@ -25,6 +25,7 @@ from keras_dist.errors import NotSupportedError
 from keras_dist.state import weights
 from keras_dist.step import optimizer as optimizers
 from keras_dist.step import step as step_module
+from keras_dist.step.dependence import Kind, Proof
 from keras_dist.step.gathering import place
 from keras_dist.step.metrics import counted_by_share
 from keras_dist.step.step import Step
@@ -47,6 +48,7 @@ class Capture(keras.StatelessScope):
         self.updated: dict[int, Any] = {}
         self.counted: dict[int, Any] = {}  # by id of an optimizer's counter of steps what it was set to
         self.whole: set[int] = set()  # ids of what was assigned outside of a step on a share: of the whole batch
+        self.values: list[tuple[Any, Any]] = []  # variables, and each value that they were assigned
         self._graph = tf.compat.v1.get_default_graph()
         self._direct = direct
 
@@ -70,7 +72,9 @@ class Capture(keras.StatelessScope):
             check_graph(self._graph, "assigns a variable", f"variable {variable.path!r}")
             self.updated[id(variable)] = variable
             (self.whole.add if step_module.current() is None else self.whole.discard)(id(variable))
-            super().add_update((variable, tf.stop_gradient(value)))  # none flows through a variable that is assigned
+            value = tf.stop_gradient(value)  # no gradient flows through a variable that is assigned
+            self.values.append((variable, value))
+            super().add_update((variable, value))
 
 
 @dataclasses.dataclass
@@ -210,6 +214,7 @@ class Functions:
                 "run_eagerly=True, and a sparse tensor that a layer multiplies or looks up",
                 "Leave run_eagerly=True out of `compile`, or pass dense inputs: tf.sparse.to_dense(x).",
             )
+        self._refuse_reading(recorder, step)
         self._phases[phase:] = [recorder.phase]
         self.apply = self._traced(self._apply)  # as Keras does: the optimizer may have another schedule than before
         self._statistics, self._whole = self._assigned(recorder), recorder.whole
@@ -229,6 +234,24 @@ class Functions:
             weighed = step.weigh_once(own, id(by) in step.weighs_losses_of)
             gradients.append(_sent(weighed, updated_variables(by, given)))
         return outputs._replace(statistics=_sent(statistics, self._statistics), gradients=gradients, told=step.told)
+
+    def _refuse_reading(self, recorder: Recorder, step: Step) -> None:
+        """Raises `NotSupportedError` if a step computes with what it has assigned from its share."""
+        if tf.executing_eagerly():
+            return
+        of_share = [(variable, value) for variable, value in recorder.values if id(variable) in step.own]
+        proof = Proof([], dict.fromkeys((value.name for _, value in of_share), Kind.OTHER))
+        gradients = [gradients for _, gradients, _ in recorder.phase.applied]
+        metrics = [recorder.get_current_value(variable) for variable in self._metrics]
+        results = tf.nest.flatten([gradients, metrics], expand_composites=True)
+        tensors = [tf.convert_to_tensor(result) for result in results if result is not None]
+        if of_share and not all(map(proof.is_constant, tensors)):
+            raise NotSupportedError(
+                "With parameter servers a step can't compute with what its layers have assigned from their share: the "
+                "shares of a batch meet after the step.",
+                ", ".join(dict.fromkeys(repr(variable.path) for variable, _ in of_share)),
+                "Call each such layer once before it assigns, or use another backend: mirrored, central_storage.",
+            )
 
     def _look_on_share(self, kind: str, data: Any, position: Any, seeds: Sequence[Any], known: Known) -> Outputs:
         step = self._step_on(data, position, known)
