@@ -184,8 +184,9 @@ def distribute(
             augmentation and `keras.random` draw for the global batch, and each replica takes its rows. It costs
             small reductions in each BatchNormalization, and the time to draw. It holds in `kd.run` too, whether the
             model or the optimizer asks for it. By default each replica normalizes by its own share and has its own
-            random stream, as is usual, and a line names such layers when `fit` begins; `False` prevents the line.
-            Operations of `tf.random` are not changed. Parameter servers refuse it for models with BatchNormalization.
+            random stream, as is usual, and a line names such layers when `fit` or a loop of `kd.run` begins; `False`
+            prevents the line. Operations of `tf.random` are not changed. Parameter servers refuse it for models with
+            BatchNormalization.
         verify: `"auto"` (default): where a step of `fit` or `evaluate` runs code that is not Keras's own (a
             `train_step`, a layer, loss, metric or optimizer of the script's), it is tried out on two or three rows of
             each replica after the first step, on shares and in one place. If more than rounding differs, all ranks

@@ -468,7 +468,7 @@ class Program:
             found.append(callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.7))
         return found
 
-    def fit(self) -> Any:
+    def fit(self, *more: callbacks.Callback) -> Any:
         options, seen = self.source(), list[Any]()
         validation = self.pick("validation", None, "split", "rows", "weighted", "dataset")
         if self.is_sharded:
@@ -481,7 +481,8 @@ class Program:
             options["validation_data"] = self.rows(slice(7), validation == "weighted")
         options["validation_freq"] = self.pick("validates every", 1, 1, 1, 2)
         options["initial_epoch"] = self.pick("first epoch", 0, 0, 0, 1)
-        options |= {"epochs": self.pick("epochs", 1, 2, 3), "callbacks": self.watched(seen), "verbose": 0}
+        watched = [*self.watched(seen), *more]
+        options |= {"epochs": self.pick("epochs", 1, 2, 3), "callbacks": watched, "verbose": 0}
         return [self.distributed.fit(**options).history, seen]
 
     def evaluate(self) -> Any:
@@ -545,7 +546,8 @@ class Program:
         shape = (self.count, *words)
         return self.numbers.uniform(0.1, 2, shape) * (self.numbers.uniform(size=shape) < 0.8)
 
-    def run(self, distribute: Distribute) -> Iterator[tuple[str, Any]]:
+    def begin(self, distribute: Distribute) -> None:
+        """Makes the model, and compiles it."""
         data = self.pick("reads", *[None] * 12, "chief", *["sharded"] * 3)
         self.is_sharded = data == "sharded"
         self.distribute_plainly = distribute
@@ -555,6 +557,9 @@ class Program:
         if self.pick("weights", True, False, False):
             self.weights = keras.tree.map_structure(self.weights_of, self.y)
         self.compile()
+
+    def run(self, distribute: Distribute) -> Iterator[tuple[str, Any]]:
+        self.begin(distribute)
         actions = [self.fit, self.fit, self.evaluate, self.compile, self.freeze, self.reload, self.perturb]
         actions += [] if self.is_sharded else [self.predict, self.on_batches, self.loop]
         actions += [] if self.step else [self.clone]

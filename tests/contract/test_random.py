@@ -1,4 +1,4 @@
-"""Random programs and pipelines beside one process: `make test-random ON=horovod-3 SEEDS=0-99`."""
+"""Random programs, pipelines and resumed runs beside one process: `make test-random ON=horovod-3 SEEDS=0-99`."""
 
 import contextlib
 import os
@@ -29,11 +29,12 @@ def numbers_of(kind: str, seed: int, own_folder: str, is_distributed: bool) -> A
     from tests.contract.harness import same
     from tests.contract.random_pipelines import run_pipelines
     from tests.contract.random_programs import run_program
+    from tests.contract.random_resumes import run_resumed
 
     os.chdir(own_folder)
     keras.config.set_floatx("float64")
     with small_is_large() if seed % 2 else contextlib.nullcontext():
-        run = {"program": run_program, "pipelines": run_pipelines}[kind]
+        run = {"program": run_program, "pipelines": run_pipelines, "resumed": run_resumed}[kind]
         try:
             return run(seed, kd.distribute if is_distributed else same)
         finally:
@@ -63,7 +64,7 @@ def lines_with(pattern: str, error: WorkerError) -> list[str]:
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", ["program", "pipelines"])
+@pytest.mark.parametrize("kind", ["program", "pipelines", "resumed"])
 @pytest.mark.parametrize("seed", seeds())
 def test_random(kind: str, seed: int, cluster: tuple[str, int], pools: Any, tmp_path: Path, golden: Any) -> None:
     plain, distributed = folder(tmp_path, "plain"), folder(tmp_path, "distributed")
