@@ -7,10 +7,11 @@ import keras
 import numpy as np
 
 import keras_dist as kd
+from keras_dist.training import resuming
 from tests.contract.harness import Numbers, plain, same
 from tests.contract.parts import Distribute
 from tests.contract.random_programs import Program
-from tests.contract.test_files import Crash, Crashing
+from tests.contract.test_files import Crash
 
 STARTS = 4  # of a script: the last one is not interrupted
 
@@ -19,26 +20,38 @@ def run_resumed(seed: int, distribute: Distribute) -> tuple[Numbers, str]:
     """Returns the numbers of two calls of `fit`, in one process at once, else after crashes; and what was chosen."""
     choices, crashes = random.Random(seed), list[Any]()
     if distribute is same:
-        return script(seed, distribute, Crashing(0))
-    for _ in range(STARTS - 1):
-        crashing = Crashing(choices.randint(1, 20))
-        crashes.append((every := choices.choice((1, 2, 3, "epoch")), crashing.left))
+        return script(seed, distribute, [[], []])
+    for start in range(STARTS):
+        every, left = choices.choice((1, 2, 3, "epoch")), choices.randint(1, 20) if start < STARTS - 1 else 0
+        crashes.append((every, left))
+        commits = [kd.callbacks.Commit(f"commits-{number}", every) for number in range(2)]
+        resuming._complete.clear()  # in another process nothing would have ended
         try:
-            script(seed, distribute, crashing, every)
+            numbers, chosen = script(seed, distribute, [[commit, crash_after(left)] for commit in commits])
         except Crash:
             continue
-        break
-    numbers, chosen = script(seed, distribute, Crashing(0), 2)
-    return numbers, f"{chosen}, committed every, and crashed after: {crashes}"
+        return numbers, f"{chosen}, committed every, crashed after: {crashes}"
+    raise AssertionError("the last start has crashed")
 
 
-def script(seed: int, distribute: Distribute, crashing: Crashing, every: Any = 1) -> tuple[Numbers, str]:
-    """The script, started once. It crashes only with a positive number of batches."""
+def crash_after(batches: int) -> keras.callbacks.Callback:
+    """Returns a callback that raises; its count is no state of a run, and is not committed."""
+    left = [batches]
+
+    def crash(batch: int, logs: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise Crash
+
+    return keras.callbacks.LambdaCallback(on_train_batch_end=crash)
+
+
+def script(seed: int, distribute: Distribute, callbacks: list[list[Any]]) -> tuple[Numbers, str]:
+    """The script, started once, with these callbacks in its two calls of `fit`."""
     keras.backend.clear_session()  # in another process a layer would have the same name again
     program, results = Program(seed), {}
     program.begin(distribute)
-    for number in range(2):
-        more = [] if distribute is same else [kd.callbacks.Commit(f"commits-{number}", every), crashing]
+    for number, more in enumerate(callbacks):
         history, _ = program.fit(*more)
         results[f"fit {number}"] = [history, program.distributed.get_weights()]
         results[f"evaluate {number}"] = program.evaluate()
