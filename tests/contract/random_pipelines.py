@@ -60,11 +60,13 @@ def indexed(dataset: Dataset) -> Dataset:
 
 def scaled(*parts: Any) -> Any:
     x, *others = parts
-    return tf.nest.map_structure(lambda a: a * 1.5 if a.dtype.is_floating else a // 2, x), *others
+    return tf.nest.map_structure(lambda a: a * 1.5 if a.dtype.is_floating else shifted(a, 1), x), *others
 
 
 def shifted(a: Any, by: Any) -> Any:
-    """Adds 0 or 1, also to the number of a word."""
+    """Adds 0 or 1; to the number of a word -1, to a text a dot."""
+    if a.dtype == tf.string:
+        return tf.where(tf.equal(by, 1), a + ".", a)
     return a + tf.cast(by, a.dtype) if a.dtype.is_floating else tf.maximum(a - tf.cast(by, a.dtype), 0)
 
 
@@ -77,7 +79,8 @@ def noisy(*parts: Any) -> Any:
 def augmented(*parts: Any) -> Any:
     """Draws by `tf.random.stateless_uniform`, of a seed that depends on the example."""
     x, *others = parts
-    seed = [7, tf.cast(tf.reduce_sum(tf.abs(tf.nest.flatten(x)[0])) * 1000, tf.int32)]
+    numeric = next(leaf for leaf in tf.nest.flatten(parts) if leaf.dtype.is_floating or leaf.dtype.is_integer)
+    seed = [7, tf.cast(tf.reduce_sum(tf.abs(numeric)) * 1000, tf.int32)]
     drawn = tf.random.stateless_uniform([], seed, 0, 2, tf.int32)
     return tf.nest.map_structure(lambda a: shifted(a, drawn), x), *others
 
@@ -128,7 +131,7 @@ def of_batches(pick: Pick) -> dict[str, Stage]:
     return {
         **{name: elements[name] for name in kept},
         "take": lambda d: d.take(2),
-        "rebatch": lambda d: d.rebatch(pick("batch", 2, 3, 5)),
+        "rebatch": lambda d: d.rebatch(pick("rebatched", 2, 3, 5)),
         "unbatch and batch": lambda d: d.unbatch().batch(3),
         "filter": lambda d: indexed(d).filter(lambda index, _: index != 1).map(lambda _, element: element),
     }

@@ -4,63 +4,20 @@ Promised cases prove what somebody thought of; these find what nobody did. `make
 process. A choice that plain Keras can't run is no case, one that is refused is allowed, other numbers are not.
 """
 
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
-from keras import callbacks, layers, losses, metrics, ops, optimizers
+from keras import callbacks, losses, metrics, optimizers
 
 import keras_dist as kd
 from tests.contract.harness import Numbers, asking, plain, same
 from tests.contract.parts import Distribute
+from tests.contract.random_models import OwnLoss, RandomModel, own_loss
 from tests.contract.random_pipelines import random_pipeline
 from tests.contract.test_loop import verbs
-
-Layer = Callable[[Any], Any]
-
-
-@keras.saving.register_keras_serializable("random_programs")
-class Centered(layers.Layer):
-    """Subtracts a moving average, as it was before the step, and counts examples."""
-
-    def build(self, shape: Any) -> None:
-        self.mean = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False, aggregation="mean")
-        self.seen = self.add_weight(shape=(), initializer="zeros", trainable=False, aggregation="sum")
-
-    def call(self, x: Any, training: bool = False) -> Any:
-        mean = ops.stop_gradient(ops.convert_to_tensor(self.mean))
-        if training:
-            axes = tuple(range(len(x.shape) - 1))
-            self.mean.assign(0.9 * self.mean + 0.1 * ops.mean(ops.stop_gradient(x), axes))
-            self.seen.assign_add(ops.cast(ops.shape(x)[0], self.seen.dtype))
-        return x - 0.1 * mean
-
-
-@keras.saving.register_keras_serializable("random_programs")
-class Penalized(layers.Layer):
-    """Adds a loss, and a metric of its own."""
-
-    def build(self, shape: Any) -> None:
-        self.size = metrics.Mean(name="size")
-
-    def call(self, x: Any) -> Any:
-        self.add_loss(0.05 * ops.mean(ops.square(x)))
-        self.size.update_state(ops.abs(x))
-        return x
-
-
-@keras.saving.register_keras_serializable("random_programs")
-def own_loss(y: Any, p: Any) -> Any:
-    return ops.mean(ops.log(1 + ops.square(ops.cast(y, p.dtype) - p)), -1)
-
-
-class OwnLoss(losses.Loss):
-    def call(self, y: Any, p: Any) -> Any:
-        return own_loss(y, p)
-
 
 # What a loop makes its losses of, in place of what `compile` takes.
 IN_A_LOOP: dict[Any, type[losses.Loss]] = {
@@ -70,268 +27,8 @@ IN_A_LOOP: dict[Any, type[losses.Loss]] = {
 }  # fmt: skip
 
 
-class Own(keras.Model):
-    """A model with a training step of its own. What it does besides the usual is in `extra`."""
-
-    extra = "nothing"
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.other_optimizer = optimizers.SGD(0.02, momentum=0.5)
-
-    def compute_loss(self, *args: Any, **named: Any) -> Any:
-        loss = super().compute_loss(*args, **named)
-        return loss + 0.01 * ops.sum(ops.square(self.trainable_variables[0])) if self.extra == "penalizes" else loss
-
-    def compute_metrics(self, *args: Any, **named: Any) -> Any:
-        logs = super().compute_metrics(*args, **named)
-        return {**logs, "twice": 2 * logs["loss"]} if self.extra == "logs more" else logs
-
-    def test_step(self, data: Any) -> Any:
-        if self.extra != "tests twice":
-            return super().test_step(data)
-        x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
-        first, second = self(x, training=False), self(x, training=False)
-        predictions = keras.tree.map_structure(lambda one, two: 0.5 * (one + two), first, second)
-        loss = self.compute_loss(x, y, predictions, weights, training=False)
-        self._loss_tracker.update_state(loss, sample_weight=ops.shape(keras.tree.flatten(x)[0])[0])
-        return self.compute_metrics(x, y, predictions, weights)
-
-    def train_step(self, data: Any) -> Any:
-        if self.extra in ("penalizes", "logs more", "tests twice"):
-            return super().train_step(data)
-        x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
-        variables = self.trainable_variables
-        with tf.GradientTape() as tape:
-            predictions = self(x, training=True)
-            loss = self.compute_loss(x, y, predictions, weights)
-            if self.extra == "decays":
-                loss *= ops.exp(-0.1 * ops.cast(self.optimizer.iterations, loss.dtype))
-            elif self.extra == "distills":
-                first = keras.tree.flatten(predictions)[0]
-                loss += 0.2 * ops.mean(ops.square(first - ops.stop_gradient(ops.tanh(first))))
-        gradients = tape.gradient(loss, variables)
-        if self.extra == "scales":
-            gradients = [None if each is None else 1.5 * tf.convert_to_tensor(each) for each in gradients]
-        pairs = list(zip(gradients, variables, strict=True))
-        if self.extra == "two optimizers":
-            self.other_optimizer.apply_gradients(pairs[:1])
-        self.optimizer.apply_gradients(pairs[1:] if self.extra == "two optimizers" else pairs)
-        if self.extra == "trains twice":
-            with tf.GradientTape() as tape:
-                loss = self.compute_loss(x, y, self(x, training=True), weights)
-            self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
-        for metric in self.metrics:
-            if metric.name == "loss":
-                metric.update_state(loss, sample_weight=ops.shape(keras.tree.flatten(x)[0])[0])
-        return self.compute_metrics(x, y, predictions, weights)
-
-
-class Program:
-    """One random script. The plain process and each rank make the same choices."""
-
-    def __init__(self, seed: int) -> None:
-        self.random, self.chosen = random.Random(seed), dict[str, Any]()
-        self.numbers = np.random.RandomState(seed)
-        keras.utils.set_random_seed(seed)
-        self.arguments: dict[Any, dict[str, Any]] = {}  # of metrics
-        self.kinds = 0  # of integer labels, which can have weights
-        self.has_tags = False  # a label for each word of a text
-        self.has_sequences = False  # perhaps: layers of sequences
-        self.exact = self.random.random() < 0.25  # then layers may draw random numbers, or normalize the batch
-        self.count, self.batch = self.random.randint(7, 45), self.random.choice((1, 2, 3, 4, 5, 7, 8, 16, 64))
-        self.chosen.update(exact=self.exact, count=self.count, batch=self.batch)
-
-    def pick(self, _what: str, *options: Any) -> Any:
-        """Chooses a value."""
-        option = self.random.choice(options)
-        self.chosen[_what] = [*self.chosen.get(_what, []), getattr(option, "__name__", option)]
-        return option
-
-    def make(self, _what: str, **options: Callable[[], Any]) -> Any:
-        """Chooses by name, and makes what is chosen."""
-        return options[self.pick(_what, *options)]()
-
-    # --- Models ---
-
-    def hidden(self, x: Any) -> Any:
-        """Adds one to three layers that keep the number of axes."""
-        kinds: dict[str, Layer] = {2: self.of_vectors, 3: self.of_sequences, 4: self.of_images}[len(x.shape)]()
-        for _ in range(self.random.randint(1, 3)):
-            x = kinds[self.pick("layers", *kinds)](x)
-        return x
-
-    def of_vectors(self) -> dict[str, Layer]:
-        pick, last = self.pick, lambda x: x.shape[-1]
-        regularizers = None, None, "l2", "l1", "orthogonal_regularizer"
-        kinds: dict[str, Layer] = {
-            "dense": lambda x: layers.Dense(
-                5, pick("activation", "relu", "tanh", "gelu", "selu", "softplus", "mish", None),
-                kernel_regularizer=pick("regularizer", *regularizers), bias_regularizer=pick("regularizer", None, "l2"),
-                kernel_constraint=pick("constraint", None, None, "max_norm", "unit_norm", "non_neg"),
-                activity_regularizer=pick("regularizer", None, None, "l2"),
-            )(x),
-            "nested": lambda x: keras.Sequential([layers.Dense(4, "tanh"), layers.Dense(3)])(x),
-            "shared": lambda x: layers.Add()([(both := layers.Dense(last(x), "tanh"))(x), both(both(x))]),
-            "residual": lambda x: layers.Add()([x, layers.Dense(last(x))(x)]),
-            "gated": lambda x: layers.Multiply()([x, layers.Dense(last(x), "sigmoid")(x)]),
-            "joined": lambda x: layers.Concatenate()([x, layers.Dense(3, "tanh")(x)]),
-            "normalized": lambda x: layers.LayerNormalization()(x),
-            "groups": lambda x: layers.GroupNormalization(1)(x),
-            "prelu": lambda x: layers.PReLU()(x),
-            "operations": lambda x: ops.tanh(x * 1.5 + 0.1),
-            "centered": lambda x: Centered()(x),
-            "penalized": lambda x: Penalized()(x),
-        }  # fmt: skip
-        of_batch: dict[str, Layer] = {
-            "dropout": lambda x: layers.Dropout(0.4)(x),
-            "seeded dropout": lambda x: layers.Dropout(0.3, seed=3)(x),
-            "noise": lambda x: layers.GaussianNoise(0.2)(x),
-            "alpha dropout": lambda x: layers.AlphaDropout(0.2)(x),
-            "batch": lambda x: layers.BatchNormalization(scale=pick("scale", True, False), momentum=0.5)(x),
-        }
-        return {**kinds, **of_batch} if self.exact else kinds
-
-    def of_sequences(self) -> dict[str, Layer]:
-        self.has_sequences = True
-        kinds: dict[str, Layer] = {
-            "lstm": lambda x: layers.LSTM(5, return_sequences=True, recurrent_regularizer="l2")(x),
-            "gru": lambda x: layers.GRU(4, return_sequences=True, go_backwards=self.pick("backwards", True, False))(x),
-            "both ways": lambda x: layers.Bidirectional(layers.SimpleRNN(3, return_sequences=True))(x),
-            "convolution": lambda x: layers.Conv1D(5, 3, padding="same", activation="relu")(x),
-            "attention": lambda x: layers.MultiHeadAttention(2, 4, dropout=0.2 if self.exact else 0.0)(x, x),
-            "each step": lambda x: layers.TimeDistributed(layers.Dense(5, "tanh"))(x),
-            "normalized": lambda x: layers.LayerNormalization()(x),
-        }
-        return {**kinds, "dropout": lambda x: layers.SpatialDropout1D(0.3)(x)} if self.exact else kinds
-
-    def of_images(self) -> dict[str, Layer]:
-        kinds: dict[str, Layer] = {
-            "convolution": lambda x: layers.Conv2D(4, 3, padding="same", activation="relu")(x),
-            "depthwise": lambda x: layers.DepthwiseConv2D(3, padding="same")(x),
-            "separable": lambda x: layers.SeparableConv2D(4, 3, padding="same", depthwise_constraint="max_norm")(x),
-            "transposed": lambda x: layers.Conv2DTranspose(3, 3, padding="same")(x),
-            "pooled": lambda x: layers.MaxPooling2D(2, padding="same")(x),
-            "groups": lambda x: layers.GroupNormalization(1)(x),
-        }
-        of_batch: dict[str, Layer] = {
-            "batch": lambda x: layers.BatchNormalization()(x), "dropout": lambda x: layers.SpatialDropout2D(0.3)(x)
-        }  # fmt: skip
-        return {**kinds, **of_batch} if self.exact else kinds
-
-    def model(self) -> keras.Model:
-        """Makes a model, and `x`, `y`, losses and metrics to go with it."""
-        inputs, hidden = self.pick("inputs", self.vectors, self.dicts, self.images, self.words, self.texts)()
-        heads = self.real, self.binary, self.labels, self.one_hot, self.several, self.two
-        outputs = self.pick("outputs", *[self.tags] if self.has_tags else heads)(hidden)
-        steps = ("nothing", "decays", "distills", "scales", "trains twice", "two optimizers", "penalizes", "logs more",
-                 "tests twice")  # fmt: skip
-        self.step = self.pick("step", *[None] * len(steps), *steps)
-        if self.step is None:
-            return keras.Model(inputs, outputs)
-        model = Own(inputs, outputs)
-        model.extra = self.step
-        return model
-
-    def vectors(self) -> tuple[Any, Any]:
-        self.x = self.numbers.normal(size=(self.count, 5))
-        return (inputs := keras.Input([5])), self.hidden(inputs)
-
-    def dicts(self) -> tuple[Any, Any]:
-        self.x = {"a": self.numbers.normal(size=(self.count, 4)), "b": self.numbers.normal(size=(self.count, 3))}
-        inputs = {name: keras.Input([array.shape[1]], name=name) for name, array in self.x.items()}
-        return inputs, self.hidden(layers.Concatenate()([inputs["a"], inputs["b"]]))
-
-    def images(self) -> tuple[Any, Any]:
-        self.x = self.numbers.normal(size=(self.count, 6, 6, 2))
-        inputs = keras.Input([6, 6, 2])
-        return inputs, layers.GlobalAveragePooling2D()(self.hidden(inputs))
-
-    def words(self) -> tuple[Any, Any]:
-        self.x = self.numbers.randint(0, 9, (self.count, 5)).astype("int32")
-        inputs = keras.Input([5], dtype="int32")
-        embedded = layers.Embedding(9, 4, mask_zero=self.pick("masks", True, False))(inputs)
-        hidden = self.hidden(embedded)
-        return inputs, hidden if self.has_tags else layers.GlobalAveragePooling1D()(hidden)
-
-    def texts(self) -> tuple[Any, Any]:
-        """Words that each have an output."""
-        self.has_tags = True
-        return self.words()
-
-    # --- Outputs, with what they are trained and measured by ---
-
-    def real(self, x: Any, name: str | None = None) -> Any:
-        self.y = self.numbers.normal(size=(self.count, 2))
-        reduction = self.pick("reduction", *["sum_over_batch_size"] * 3, "sum", "mean", "mean_with_sample_weight")
-        self.loss = self.make(
-            "loss", squares=lambda: losses.MeanSquaredError(reduction=reduction), name=lambda: "mae",
-            huber=lambda: losses.Huber(0.5, reduction=reduction), log_cosh=lambda: losses.LogCosh(reduction=reduction),
-            cosine=lambda: losses.CosineSimilarity(), own=lambda: own_loss,
-        )  # fmt: skip
-        self.measures = ["mae", own_loss, metrics.RootMeanSquaredError, metrics.CosineSimilarity]
-        if 1 not in (self.batch, self.count % self.batch):  # of one example R2 divides by 0, or by rounding
-            self.measures.append(metrics.R2Score)
-        return layers.Dense(2, name=name)(x)
-
-    def binary(self, x: Any) -> Any:
-        self.y = self.numbers.randint(0, 2, (self.count, 1)).astype(self.pick("type of y", "float64", "int32"))
-        self.loss = self.make(
-            "loss", name=lambda: "binary_crossentropy", smoothed=lambda: losses.BinaryCrossentropy(label_smoothing=0.1),
-            focal=lambda: losses.BinaryFocalCrossentropy(), hinge=lambda: losses.Hinge(), own=lambda: own_loss,
-        )  # fmt: skip
-        self.measures = ["accuracy", metrics.AUC, metrics.Precision, metrics.Recall, metrics.BinaryIoU]
-        return layers.Dense(1, "sigmoid")(x)
-
-    def labels(self, x: Any, name: str | None = None) -> Any:
-        self.y = self.numbers.randint(0, 3, self.count).astype("int32")
-        self.loss = self.make(
-            "loss", name=lambda: "sparse_categorical_crossentropy",
-            ignored=lambda: losses.SparseCategoricalCrossentropy(ignore_class=2),
-        )  # fmt: skip
-        self.measures, self.kinds = ["accuracy", metrics.SparseCategoricalCrossentropy], 3
-        return layers.Dense(3, "softmax", name=name)(x)
-
-    def tags(self, x: Any) -> Any:
-        """A label for each word."""
-        outputs = self.labels(x)
-        self.y, self.kinds = self.numbers.randint(0, 3, (self.count, 5)).astype("int32"), 0
-        return outputs
-
-    def one_hot(self, x: Any) -> Any:
-        self.y = np.eye(3)[self.numbers.randint(0, 3, self.count)]
-        self.loss = self.make(
-            "loss", name=lambda: "categorical_crossentropy", focal=lambda: losses.CategoricalFocalCrossentropy(),
-            divergence=lambda: losses.KLDivergence(), hinge=lambda: losses.CategoricalHinge(),
-            dice=lambda: losses.Dice(),
-        )  # fmt: skip
-        self.measures = ["accuracy", metrics.F1Score, metrics.OneHotMeanIoU, metrics.AUC, metrics.KLDivergence]
-        self.arguments = {metrics.OneHotMeanIoU: {"num_classes": 3}}
-        return layers.Dense(3, "softmax")(x)
-
-    def several(self, x: Any) -> Any:
-        self.y = self.numbers.randint(0, 2, (self.count, 4)).astype("float64")
-        self.loss = self.make(
-            "loss", name=lambda: "binary_crossentropy", focal=lambda: losses.BinaryFocalCrossentropy(gamma=1.0),
-            tversky=lambda: losses.Tversky(), dice=lambda: losses.Dice(), own=lambda: own_loss,
-        )  # fmt: skip
-        self.measures = ["accuracy", metrics.AUC, metrics.FBetaScore, metrics.Precision]
-        self.arguments = {metrics.FBetaScore: {"threshold": 0.5}}
-        return layers.Dense(4, "sigmoid")(x)
-
-    def two(self, x: Any) -> Any:
-        numbers, first, loss, measures = self.real(x, "p"), self.y, self.loss, self.measures
-        labels, self.kinds = self.labels(x, "q"), 0
-        self.y, self.loss = {"p": first, "q": self.y}, {"p": loss, "q": self.loss}
-        self.measures = {"p": measures, "q": self.measures}
-        return {"p": numbers, "q": labels}
-
-    def measured(self, measures: Any) -> Any:
-        if isinstance(measures, dict):
-            return {name: self.measured(of_output) for name, of_output in measures.items()}
-        chosen = self.random.sample(measures, self.random.randint(0, 2))
-        self.chosen.setdefault("metrics", []).extend(getattr(each, "__name__", each) for each in chosen)
-        return [each(**self.arguments.get(each, {})) if isinstance(each, type) else each for each in chosen]
+class Program(RandomModel):
+    """One random script."""
 
     def optimizer(self) -> Any:
         options: dict[str, Any] = {}
@@ -346,18 +43,19 @@ class Program:
             "rate", fixed=lambda: 0.02, decays=lambda: optimizers.schedules.ExponentialDecay(0.05, 3, 0.8),
             warms_up=lambda: optimizers.schedules.CosineDecay(0.01, 6, warmup_steps=2, warmup_target=0.06),
         )  # fmt: skip
-        kinds = ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Nadam", "Lamb"]
-        kinds += [] if self.has_sequences else ["Adafactor"]  # in attention gradients are 0, and it steps by rounding
-        kinds += [] if callable(rate) else ["Muon"]  # its schedules are in float32
+        kinds = ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Nadam", "Ftrl"]
+        # In attention the gradient of a bias is 0, and these step by its rounding. Muon's schedules are in float32.
+        kinds += [] if self.has_sequences else ["Adafactor", "Lamb", *["Muon"] * (not callable(rate))]
         kind = self.pick("optimizer", *kinds)
-        if kind == "SGD":
-            options["momentum"] = self.pick("momentum", 0.0, 0.9)
+        variants: dict[str, list[dict[str, Any]]] = {
+            "SGD": [{"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}], "Adam": [{"amsgrad": True}],
+            "RMSprop": [{"centered": True, "momentum": 0.5}],
+        }  # fmt: skip
+        options |= self.pick("variant", {}, *variants.get(kind, []))
         optimizer = getattr(optimizers, kind)(rate, **options)
         if self.step is None and self.pick("scales the loss", *[False] * 9, True):
             return optimizers.LossScaleOptimizer(optimizer, initial_scale=1024.0, dynamic_growth_steps=3)
         return optimizer
-
-    # --- What is done ---
 
     def compile(self) -> None:
         eagerly, optimizer = self.pick("eagerly", *[False] * 8, self.step != "logs more"), self.optimizer()
@@ -373,7 +71,11 @@ class Program:
 
     def rows(self, rows: Any = slice(None), weighted: bool = True) -> tuple[Any, ...]:
         parts = (self.x, self.y) if self.weights is None or not weighted else (self.x, self.y, self.weights)
-        return keras.tree.map_structure(lambda array: array[rows], parts)  # type: ignore[no-any-return]
+
+        def take(array: Any) -> Any:
+            return tf.gather(array, rows) if tf.is_tensor(array) and isinstance(rows, list) else array[rows]
+
+        return keras.tree.map_structure(take, parts)  # type: ignore[no-any-return]
 
     def arrays(self) -> dict[str, Any]:
         return dict(zip(("x", "y", "sample_weight"), self.rows(), strict=False))
@@ -453,7 +155,7 @@ class Program:
             note = lambda batch, logs: seen.append({name: float(np.mean(log)) for name, log in logs.items()})  # noqa: E731
             found.append(callbacks.LambdaCallback(on_train_batch_end=note))
         if self.pick("evaluates in between", True, False, False, False):
-            look = lambda epoch, logs: seen.append(self.evaluate())  # noqa: E731
+            look = lambda epoch, logs: seen.append(self.evaluate_in_between())  # noqa: E731
             found.append(callbacks.LambdaCallback(on_epoch_end=look))
         if self.pick("stops early", True, False, False, False):
             found.append(callbacks.EarlyStopping("loss", patience=0, restore_best_weights=True, mode="min"))
@@ -464,6 +166,9 @@ class Program:
             found.append(callbacks.ReduceLROnPlateau("loss", 0.5, patience=0, min_delta=0.05))
         if self.averages and self.pick("swaps averages", True, False):
             found.append(callbacks.SwapEMAWeights(swap_on_epoch=True))
+        if self.fixed_rate and self.pick("sets the rate of a batch", True, False, False, False):
+            change = lambda batch, logs: setattr(self.distributed.optimizer, "learning_rate", 0.02 / (1 + batch))  # noqa: E731
+            found.append(callbacks.LambdaCallback(on_train_batch_begin=change))
         if self.fixed_rate and self.pick("lowers the rate", True, False, False, False):
             found.append(callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.7))
         return found
@@ -480,19 +185,39 @@ class Program:
         elif validation in ("rows", "weighted"):
             options["validation_data"] = self.rows(slice(7), validation == "weighted")
         options["validation_freq"] = self.pick("validates every", 1, 1, 1, 2)
-        options["initial_epoch"] = self.pick("first epoch", 0, 0, 0, 1)
         watched = [*self.watched(seen), *more]
-        options |= {"epochs": self.pick("epochs", 1, 2, 3), "callbacks": watched, "verbose": 0}
+        options["epochs"] = epochs = self.pick("epochs", 1, 2, 3)
+        options["initial_epoch"] = self.pick("first epoch", 0, 0, 0, epochs - 1)
+        options |= {"callbacks": watched, "verbose": 0}
         return [self.distributed.fit(**options).history, seen]
 
     def evaluate(self) -> Any:
         if self.is_sharded:
             return self.distributed.evaluate(self.own_shards(), verbose=0, return_dict=True)
         batch = self.pick("evaluated", 3, 4, 32)
-        return self.distributed.evaluate(**self.arrays(), batch_size=batch, verbose=0, return_dict=True)
+        data = self.make(
+            "evaluates", arrays=lambda: {**self.arrays(), "batch_size": batch},
+            dataset=lambda: {"x": tf.data.Dataset.from_tensor_slices(self.rows()).batch(batch)},
+            generator=lambda: {"x": self.batches(), "steps": 2},
+        )  # fmt: skip
+        return self.distributed.evaluate(**data, verbose=0, return_dict=True)
+
+    def evaluate_in_between(self) -> Any:
+        """A run that is resumed does not evaluate after each epoch again, and then chooses the same all the same."""
+        state = self.random.getstate()
+        try:
+            return self.evaluate()
+        finally:
+            self.random.setstate(state)
 
     def predict(self) -> Any:
-        return self.distributed.predict(self.x, batch_size=self.pick("predicted", 2, 5, 32), verbose=0)
+        batch = self.pick("predicted", 2, 5, 32)
+        data = self.make(
+            "predicts", arrays=lambda: {"x": self.x, "batch_size": batch},
+            dataset=lambda: {"x": tf.data.Dataset.from_tensor_slices(self.x).batch(batch).repeat(), "steps": 2},
+            labeled=lambda: {"x": tf.data.Dataset.from_tensor_slices(self.rows()).batch(batch)},
+        )  # fmt: skip
+        return self.distributed.predict(**data, verbose=0)
 
     def on_batches(self) -> Any:
         trained = self.distributed.train_on_batch(*self.rows(slice(6)), return_dict=True)
@@ -531,6 +256,11 @@ class Program:
         self.distributed.set_weights([0.5 * weight for weight in self.distributed.get_weights()])
         self.distributed.load_weights("saved.weights.h5")
 
+    def load(self) -> None:
+        """Goes on with the model and the optimizer of a file."""
+        self.distributed.save("saved.keras")
+        self.distributed = self.distribute(keras.saving.load_model("saved.keras"))
+
     def perturb(self) -> None:
         for variable in self.distributed.trainable_variables:
             variable.assign(0.95 * variable + 0.01)
@@ -562,7 +292,7 @@ class Program:
         self.begin(distribute)
         actions = [self.fit, self.fit, self.evaluate, self.compile, self.freeze, self.reload, self.perturb]
         actions += [] if self.is_sharded else [self.predict, self.on_batches, self.loop]
-        actions += [] if self.step else [self.clone]
+        actions += [] if self.step else [self.clone, self.load]
         for number, action in enumerate([self.fit, *self.random.choices(actions, k=3), self.fit]):
             self.chosen.setdefault("actions", []).append(action.__name__)
             yield f"{number} {action.__name__}", [action(), self.distributed.get_weights()]
