@@ -179,9 +179,10 @@ def is_compiled(model: keras.Model) -> bool:
 
 
 def variables_of(layer: keras.layers.Layer) -> list[Any]:
-    """Returns the variables that a call of a layer may use: its own, and the state of the global random generator."""
-    generator = global_seed_generator()
-    return [*layer.variables, *([] if generator is None else [generator.state])]
+    """Returns the variables that a call may use: the layer's, of its metrics, the state of the global generator."""
+    generator, metrics = global_seed_generator(), [each for part in layer._flatten_layers() for each in part._metrics]
+    of_metrics = [variable for metric in metrics for variable in metric.variables]
+    return [*layer.variables, *of_metrics, *([] if generator is None else [generator.state])]
 
 
 def current_value(variable: Any) -> Any:

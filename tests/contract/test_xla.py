@@ -31,7 +31,7 @@ from tests.contract.parts import (
     used,
 )
 from tests.contract.test_losses import Penalized
-from tests.contract.test_models import Codebook
+from tests.contract.test_models import Codebook, Watched
 from tests.contract.test_training import OwnStep, positions_model
 
 
@@ -87,9 +87,9 @@ def is_split() -> bool:
     return kd.num_replicas() > 1 and not is_tpu()
 
 
-@contract("jit-compile-models", float32=True, tolerance=FLOAT32_ADAM)
+@contract("jit-compile-models", also=("mirrored-2",), float32=True, tolerance=FLOAT32_ADAM)
 def test_jit_compile_models(distribute: Distribute) -> Numbers:
-    """A custom step, a GAN without `call`, masks and loops, sparse gradients, losses of layers, mixed precision."""
+    """A custom step, a GAN without `call`, masks and loops, sparse gradients, losses and metrics of layers."""
     x, y = numbers()
     words = np.random.RandomState(3).randint(0, 9, (25, 5))
 
@@ -106,7 +106,7 @@ def test_jit_compile_models(distribute: Distribute) -> Numbers:
     def losses() -> Numbers:
         inputs, activity = keras.Input([FEATURES]), keras.regularizers.L1(0.01)
         regularized = layers.Dense(3, "tanh", kernel_regularizer="l2", activity_regularizer=activity)(inputs)
-        model = keras.Model(inputs, Penalized(1)(regularized))
+        model = keras.Model(inputs, Penalized(1)(Watched(3)(regularized)))
         return results_of(compiled(distribute, model=model, jit_compile=True, metrics=["mae"]), x, y)
 
     variants = {
