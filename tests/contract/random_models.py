@@ -285,7 +285,7 @@ class RandomModel:
         )  # fmt: skip
         self.measures = ["accuracy", metrics.AUC, metrics.Precision, metrics.Recall, metrics.BinaryIoU,
                          metrics.PrecisionAtRecall, metrics.TruePositives, metrics.Hinge]  # fmt: skip
-        self.arguments = {metrics.PrecisionAtRecall: {"recall": 0.5}, metrics.TruePositives: {"thresholds": [0.3, 0.6]}}
+        self.arguments = {metrics.PrecisionAtRecall: {"recall": 0.5}}
         return layers.Dense(1, "sigmoid")(x)
 
     def labels(self, x: Any, name: str | None = None) -> Any:
