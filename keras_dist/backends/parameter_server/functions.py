@@ -250,7 +250,8 @@ class Functions:
                 "With parameter servers a step can't compute with what its layers have assigned from their share: the "
                 "shares of a batch meet after the step.",
                 ", ".join(dict.fromkeys(repr(variable.path) for variable, _ in of_share)),
-                "Call each such layer once before it assigns, or use another backend: mirrored, central_storage.",
+                "Read such a variable before the step assigns it. Or use mirrored or central_storage, which combine "
+                "what the shares have assigned at each update.",
             )
 
     def _look_on_share(self, kind: str, data: Any, position: Any, seeds: Sequence[Any], known: Known) -> Outputs:
