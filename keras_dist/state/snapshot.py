@@ -14,7 +14,7 @@ from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_model, keras_random
 from keras_dist.environment import Topology
 from keras_dist.errors import MismatchError
-from keras_dist.state.weights import assign, combine_metrics, mean_of, metric_states, values_of
+from keras_dist.state.weights import WITH_TOTALS, assign, combine_metrics, mean_of, metric_states, values_of
 from keras_dist.step.optimizer import accumulators_of, variables_of
 
 _PLAIN = (type(None), bool, int, float, str, np.ndarray, np.generic)
@@ -194,6 +194,7 @@ def put_own(
     if len(of_ranks) == topology.size:
         own = of_ranks[topology.rank]
         if is_within_epoch:
+            WITH_TOTALS.discard(model)  # an evaluation before `fit` has left them
             for metric, values in zip(model.metrics, own["metrics"], strict=True):
                 assign(metric.variables, values)
         assign(statistics, own["statistics"])

@@ -4,7 +4,8 @@ import contextlib
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, MutableSet, Sequence
 from typing import Any
 
 import keras
@@ -336,6 +337,11 @@ def combine_metrics(
             values = [states[index][position] for states in by_rank]
             combined.append(combine_states(values, resets[index][position], variable.aggregation, variable.path))
         assign(metric.variables, combined)
+
+
+# Models whose metrics have the counts of all ranks. Before they count on they are reset, which Keras may not have done,
+# as between two steps of `fit` or `train_on_batch`.
+WITH_TOTALS: MutableSet[keras.Model] = weakref.WeakSet()
 
 
 def reset_totals(model: keras.Model) -> None:

@@ -63,7 +63,6 @@ class ReplicaModel(DistributedModel):
         self._consistency = consistency_check_of(backend.topology.size)
         self._has_compared_options = self._state_is_broadcast = False
         self._has_run = False
-        self._has_totals = False  # the metrics have the counts of all ranks, to be reset
         self._step: Step | None = None  # the last one
         self.data, self.reason = options.data or "split", "by kd.distribute" if options.data else "the default"
         self._to_group: tuple[tf.data.Dataset, str] | None = None
@@ -159,8 +158,8 @@ class ReplicaModel(DistributedModel):
         def watched(iterator: Any) -> Any:
             nonlocal must_run
             self.interrupts.before_step()
-            if self._has_totals:  # Keras may not have reset them, as between two steps of `fit` or `train_on_batch`
-                self._has_totals = False
+            if self._model in weights.WITH_TOTALS:
+                weights.WITH_TOTALS.discard(self._model)
                 weights.reset_totals(self._model)
             self._has_run = False
             try:
@@ -213,7 +212,8 @@ class ReplicaModel(DistributedModel):
         averages = weights.synchronize_metrics(
             self._model, self._optimizers(), self._backend, text, others, weight, self._seen()
         )
-        self._has_totals = not self._backend.topology.is_chief  # which keeps them
+        if not self._backend.topology.is_chief:  # which keeps them
+            weights.WITH_TOTALS.add(self._model)
         call.set("logs", {**logs, **averages})
 
     # --- The strategy that Keras uses ---

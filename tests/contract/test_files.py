@@ -233,6 +233,7 @@ def test_commit(distribute: Any) -> Numbers:
         plateau = keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=0.05)
         model = compiled(distribute, keras.optimizers.Adam(0.05), metrics=["mae"])
         x, y = numbers()
+        model.evaluate(x, y, verbose=0)
         return fitted(model, x, y, epochs=4, validation_data=(x[:9], y[:9]), callbacks=[plateau, *callbacks])
 
     return interrupted(distribute, (2, 6, 4), fit)
