@@ -42,17 +42,17 @@ def own_state(model: keras.Model) -> list[Any]:
 
 
 @contextlib.contextmanager
-def observed_layers(by_script: Callable[[Any, Any], None], inexact: list[Any]) -> Iterator[None]:
+def observed_layers(by_script: Callable[[Any, Any], None], inexact: list[Any] | None) -> Iterator[None]:
     """Calls `by_script(variable, value)` before what the user's code assigns: no optimizer, no normalization.
 
-    Appends to `inexact` the layers that assign a state, as `inexact_layers` returns those of a model.
+    Appends to `inexact`, if given, the layers that assign a state, as `inexact_layers` returns those of a model.
     """
     plain = keras.Variable.assign
 
     def assign(variable: Any, value: Any) -> Any:
         callers = [scope.caller for scope in get_global_attribute("name_scope_stack") or ()]
         layer = callers[-1] if callers else None
-        if isinstance(layer, keras.layers.Layer) and _is_inexact(layer):
+        if inexact is not None and isinstance(layer, keras.layers.Layer) and _is_inexact(layer):
             inexact.append(layer)
         if not isinstance(layer, _NORMALIZATIONS) and not any(isinstance(each, keras.Optimizer) for each in callers):
             by_script(variable, value)

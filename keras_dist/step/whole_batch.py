@@ -374,7 +374,7 @@ def whole_batch(
             stack.enter_context(compiled_layers(model, backend.topology.is_chief))
         elif backend.topology.is_chief:
             inexact: list[Any] = []
-            stack.enter_context(keras_layers.observed_layers(_tell_averaged, inexact))
+            stack.enter_context(keras_layers.observed_layers(_tell_averaged, inexact if exact is None else None))
             stack.callback(tell_inexact, inexact, backend, exact)
         if tf.executing_eagerly():
             stack.enter_context(noted_lookups(_note_lookup))

@@ -48,7 +48,6 @@ class Capture(keras.StatelessScope):
         self.updated: dict[int, Any] = {}
         self.counted: dict[int, Any] = {}  # by id of an optimizer's counter of steps what it was set to
         self.whole: set[int] = set()  # ids of what was assigned outside of a step on a share: of the whole batch
-        self.values: list[tuple[Any, Any]] = []  # variables, and each value that they were assigned
         self._graph = tf.compat.v1.get_default_graph()
         self._direct = direct
 
@@ -72,9 +71,8 @@ class Capture(keras.StatelessScope):
             check_graph(self._graph, "assigns a variable", f"variable {variable.path!r}")
             self.updated[id(variable)] = variable
             (self.whole.add if step_module.current() is None else self.whole.discard)(id(variable))
-            value = tf.stop_gradient(value)  # no gradient flows through a variable that is assigned
-            self.values.append((variable, value))
-            super().add_update((variable, value))
+            # No gradient flows through a variable that is assigned.
+            super().add_update((variable, tf.stop_gradient(value)))
 
 
 @dataclasses.dataclass
@@ -110,6 +108,12 @@ class Recorder(Capture):
         self._index = 0  # of the phase in which the step is
         self._changed: dict[int, Any] = {}  # by this phase
         self._read: set[int] = set()
+        self.assigned: list[tuple[Any, Any]] = []  # variables, and each value that they were assigned
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        super().add_update(update)
+        if id(update[0]) in self.updated:
+            self.assigned.append((update[0], keras.StatelessScope.get_current_value(self, update[0])))
 
     def record(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any] | None) -> None:
         check_graph(self._graph, "applies gradients", f"optimizer {optimizer.name!r}")
@@ -237,15 +241,15 @@ class Functions:
 
     def _refuse_reading(self, recorder: Recorder, step: Step) -> None:
         """Raises `NotSupportedError` if a step computes with what it has assigned from its share."""
-        if tf.executing_eagerly():
+        of_share = [(variable, value) for variable, value in recorder.assigned if id(variable) in step.own]
+        if tf.executing_eagerly() or not of_share:
             return
-        of_share = [(variable, value) for variable, value in recorder.values if id(variable) in step.own]
         proof = Proof([], dict.fromkeys((value.name for _, value in of_share), Kind.OTHER))
         gradients = [gradients for _, gradients, _ in recorder.phase.applied]
         metrics = [recorder.get_current_value(variable) for variable in self._metrics]
         results = tf.nest.flatten([gradients, metrics], expand_composites=True)
         tensors = [tf.convert_to_tensor(result) for result in results if result is not None]
-        if of_share and not all(map(proof.is_constant, tensors)):
+        if not all(map(proof.is_constant, tensors)):
             raise NotSupportedError(
                 "With parameter servers a step can't compute with what its layers have assigned from their share: the "
                 "shares of a batch meet after the step.",
