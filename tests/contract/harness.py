@@ -13,13 +13,14 @@ A case of one expression is a lambda, and its test has the name of its row.
 Keys that begin with `own_` belong to one rank; `verify` checks them.
 """
 
+import contextlib
 import functools
 import importlib
 import importlib.metadata
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,12 +134,20 @@ def folder(parent: Path, name: str) -> str:
 def run_in_worker(module: str, name: str, folder: str) -> Numbers:
     """Runs a case on a rank, in a folder that all ranks share."""
     import keras_dist as kd
-    from keras_dist.cluster import current_backend
 
     test = prepared(module, name, folder)
-    try:
+    with own_loops():
         return {key: plain(value) for key, value in test.case(kd.distribute).items()}
-    finally:  # what a case asks of loops holds for the whole process
+
+
+@contextlib.contextmanager
+def own_loops() -> Iterator[None]:
+    """What a case asks of loops holds for the whole process: it is forgotten at the end."""
+    from keras_dist.cluster import current_backend
+
+    try:
+        yield
+    finally:
         vars(current_backend()).pop("loop", None)
 
 

@@ -296,10 +296,16 @@ class Program(RandomModel):
         for number, action in enumerate([self.fit, *self.random.choices(actions, k=3), self.fit]):
             self.chosen.setdefault("actions", []).append(action.__name__)
             yield f"{number} {action.__name__}", [action(), self.distributed.get_weights()]
-        # On the chief is what all ranks have accumulated. Of two optimizers in a step parameter servers build the first
-        # for all weights.
-        if not self.accumulates and self.step != "two optimizers":
-            yield "optimizer", [np.asarray(variable) for variable in self.distributed.optimizer.variables]
+        yield "optimizer", self.optimizer_variables()
+
+    def optimizer_variables(self) -> list[Any]:
+        """Returns those that all engines have alike.
+
+        What all ranks have accumulated is on the chief. Of two optimizers in a step parameter servers build the first
+        for all weights.
+        """
+        is_alike = not self.accumulates and self.step != "two optimizers"
+        return [np.asarray(variable) for variable in self.distributed.optimizer.variables] if is_alike else []
 
 
 def run_program(seed: int, distribute: Distribute) -> tuple[Numbers, str]:

@@ -4,7 +4,6 @@ import random
 from typing import Any
 
 import keras
-import numpy as np
 
 import keras_dist as kd
 from keras_dist.training import resuming
@@ -58,6 +57,5 @@ def script(seed: int, distribute: Distribute, callbacks: list[list[Any]]) -> tup
         action = program.random.choice([program.compile, program.freeze, program.perturb])
         program.chosen.setdefault("actions", []).append(action.__name__)
         action()
-    if not program.accumulates and program.step != "two optimizers":  # see `Program.run`
-        results["optimizer"] = [np.asarray(variable) for variable in program.distributed.optimizer.variables]
+    results["optimizer"] = program.optimizer_variables()
     return {name: plain(value) for name, value in results.items()}, str(program.chosen)

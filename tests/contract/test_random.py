@@ -25,21 +25,19 @@ def numbers_of(kind: str, seed: int, own_folder: str, is_distributed: bool) -> A
     import keras
 
     import keras_dist as kd
-    from keras_dist.cluster import current_backend
-    from tests.contract.harness import same
+    from tests.contract.harness import own_loops, same
     from tests.contract.random_pipelines import run_pipelines
     from tests.contract.random_programs import run_program
     from tests.contract.random_resumes import run_resumed
 
     os.chdir(own_folder)
     keras.config.set_floatx("float64")
+    run = {"program": run_program, "pipelines": run_pipelines, "resumed": run_resumed}[kind]
     with small_is_large() if seed % 2 else contextlib.nullcontext():
-        run = {"program": run_program, "pipelines": run_pipelines, "resumed": run_resumed}[kind]
-        try:
-            return run(seed, kd.distribute if is_distributed else same)
-        finally:
-            if is_distributed:  # what a program asks of loops holds for the whole process
-                vars(current_backend()).pop("loop", None)
+        if not is_distributed:
+            return run(seed, same)
+        with own_loops():
+            return run(seed, kd.distribute)
 
 
 @contextlib.contextmanager
