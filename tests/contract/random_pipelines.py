@@ -154,7 +154,7 @@ def is_counted_once_more(dataset: Dataset | None) -> bool:
     return any(spec.shape[0] is not None for spec in tf.nest.flatten(dataset.element_spec))
 
 
-def run_pipelines(seed: int, distribute: Distribute) -> tuple[Numbers, str]:
+def run_pipelines(seed: int, distribute: Distribute, replicas: int) -> tuple[Numbers, str]:
     """Returns the numbers of a small model with several pipelines, and what they are."""
     choices, chosen = random.Random(seed), list[Any]()
     numbers = np.random.RandomState(seed)

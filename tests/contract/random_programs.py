@@ -4,6 +4,7 @@ Promised cases prove what somebody thought of; these find what nobody did. `make
 process. A choice that plain Keras can't run is no case, one that is refused is allowed, other numbers are not.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,8 +28,32 @@ IN_A_LOOP: dict[Any, type[losses.Loss]] = {
 }  # fmt: skip
 
 
+def joined(data: Any, size: int, per_epoch: int | None) -> Iterator[Any]:
+    """Yields the batches that one process must get: `size` batches of an epoch, concatenated."""
+    batches = iter(data)
+    while epoch := list(itertools.islice(batches, per_epoch)):
+        for start in range(0, len(epoch), size):
+            yield tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *epoch[start : start + size])
+
+
+def joined_in_pipeline(data: tf.data.Dataset, size: int, per_epoch: int | None) -> tf.data.Dataset:
+    """As `joined`. A shuffle begins with each iterator, though Keras may not read from it: a generator's would not."""
+
+    def join(*parts: Any) -> tf.data.Dataset:
+        return tf.data.Dataset.zip(parts).unbatch().batch(10**6)
+
+    def join_epoch(*parts: Any) -> tf.data.Dataset:
+        return tf.data.Dataset.zip(parts).window(size).flat_map(join)
+
+    return data.window(per_epoch).flat_map(join_epoch) if per_epoch else data.window(size).flat_map(join)
+
+
 class Program(RandomModel):
     """One random script."""
+
+    def __init__(self, seed: int, replicas: int) -> None:
+        super().__init__(seed)
+        self.replicas = replicas  # with which it is compared
 
     def optimizer(self) -> Any:
         options: dict[str, Any] = {}
@@ -106,10 +131,30 @@ class Program(RandomModel):
         """Returns the arguments of `fit` that give it data."""
         if self.is_sharded:
             return {"x": self.own_shards()}
-        kind = self.pick("data", *["arrays"] * 3, "dataset", *["pipeline"] * 3, "repeated", "generator", "PyDataset")
+        source = self.source_of_script()
+        is_joined = self.is_per_replica and self.distribute_plainly is same
+        return self.source_of_larger_batches(source) if is_joined else source
+
+    def source_of_larger_batches(self, source: dict[str, Any]) -> dict[str, Any]:
+        """Returns in one process what `batch="per_replica"` makes of a source of batches."""
+        if "batch_size" in source:
+            return source | {"batch_size": self.batch * self.replicas}
+        data, steps = source["x"], source.get("steps_per_epoch")
+        options = {"steps_per_epoch": -(-steps // self.replicas)} if steps else {}
+        if not isinstance(data, tf.data.Dataset):
+            return {"x": joined(data, self.replicas, steps), **options}
+        batches = joined_in_pipeline(data, self.replicas, steps)
+        if (count := int(data.cardinality())) > 0:
+            batches = batches.apply(tf.data.experimental.assert_cardinality(-(-count // self.replicas)))
+        return {"x": batches, **options}
+
+    def source_of_script(self) -> dict[str, Any]:
+        more = [] if self.is_per_replica else ["PyDataset"]  # whose batches Keras shuffles
+        kind = self.pick("data", *["arrays"] * 3, "dataset", *["pipeline"] * 3, "repeated", "generator", *more)
         steps = -(-self.count // self.batch)
         if kind == "arrays":
-            some = {} if self.pick("steps an epoch", *[True] * 4, False) else {"steps_per_epoch": max(steps - 1, 1)}
+            is_whole = self.is_per_replica or self.pick("steps an epoch", *[True] * 4, False)
+            some = {} if is_whole else {"steps_per_epoch": max(steps - 1, 1)}
             if self.kinds and self.weights is None and self.pick("weights of classes", True, False, False):
                 some["class_weight"] = {kind: 0.5 + kind for kind in range(self.kinds)}
             shuffles = self.pick("shuffles", True, False)
@@ -281,8 +326,13 @@ class Program(RandomModel):
         data = self.pick("reads", *[None] * 12, "chief", *["sharded"] * 3)
         self.is_sharded = data == "sharded"
         self.distribute_plainly = distribute
-        self.distribute = asking(distribute, exact=self.exact or None, data=data)
-        self.distributed = self.distribute(self.model())
+        model = self.model()
+        are_arrays = not any(map(tf.is_tensor, keras.tree.flatten([self.x, self.y])))
+        can_join = are_arrays and not self.is_sharded and not self.has_sequences
+        self.is_per_replica = can_join and self.pick("batches for each replica", *[False] * 4, True)
+        batch = "per_replica" if self.is_per_replica else None
+        self.distribute = asking(distribute, exact=self.exact or None, data=data, batch=batch)
+        self.distributed = self.distribute(model)
         self.weights = None
         if self.pick("weights", True, False, False):
             self.weights = keras.tree.map_structure(self.weights_of, self.y)
@@ -308,7 +358,7 @@ class Program(RandomModel):
         return [np.asarray(variable) for variable in self.distributed.optimizer.variables] if is_alike else []
 
 
-def run_program(seed: int, distribute: Distribute) -> tuple[Numbers, str]:
+def run_program(seed: int, distribute: Distribute, replicas: int) -> tuple[Numbers, str]:
     """Returns the numbers of a program, and what it chose."""
-    program = Program(seed)
+    program = Program(seed, replicas)
     return {name: plain(value) for name, value in program.run(distribute)}, str(program.chosen)

@@ -15,18 +15,19 @@ from tests.contract.test_files import Crash
 STARTS = 4  # of a script: the last one is not interrupted
 
 
-def run_resumed(seed: int, distribute: Distribute) -> tuple[Numbers, str]:
+def run_resumed(seed: int, distribute: Distribute, replicas: int) -> tuple[Numbers, str]:
     """Returns the numbers of two calls of `fit`, in one process at once, else after crashes; and what was chosen."""
     choices, crashes = random.Random(seed), list[Any]()
     if distribute is same:
-        return script(seed, distribute, [[], []])
+        return script(seed, replicas, distribute, [[], []])
     for start in range(STARTS):
         every, left = choices.choice((1, 2, 3, "epoch")), choices.randint(1, 20) if start < STARTS - 1 else 0
         crashes.append((every, left))
         commits = [kd.callbacks.Commit(f"commits-{number}", every) for number in range(2)]
         resuming._complete.clear()  # in another process nothing would have ended
         try:
-            numbers, chosen = script(seed, distribute, [[commit, crash_after(left)] for commit in commits])
+            crashing = [[commit, crash_after(left)] for commit in commits]
+            numbers, chosen = script(seed, replicas, distribute, crashing)
         except Crash:
             continue
         return numbers, f"{chosen}, committed every, crashed after: {crashes}"
@@ -45,10 +46,12 @@ def crash_after(batches: int) -> keras.callbacks.Callback:
     return keras.callbacks.LambdaCallback(on_train_batch_end=crash)
 
 
-def script(seed: int, distribute: Distribute, callbacks: list[list[Any]]) -> tuple[Numbers, str]:
+def script(
+    seed: int, replicas: int, distribute: Distribute, callbacks: list[list[Any]]
+) -> tuple[Numbers, str]:
     """The script, started once, with these callbacks in its two calls of `fit`."""
     keras.backend.clear_session()  # in another process a layer would have the same name again
-    program, results = Program(seed), {}
+    program, results = Program(seed, replicas), {}
     program.begin(distribute)
     for number, more in enumerate(callbacks):
         history, _ = program.fit(*more)

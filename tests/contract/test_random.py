@@ -21,7 +21,7 @@ def seeds() -> range:
     return range(int(first), int(last or first) + 1)
 
 
-def numbers_of(kind: str, seed: int, own_folder: str, is_distributed: bool) -> Any:
+def numbers_of(kind: str, seed: int, replicas: int, own_folder: str, is_distributed: bool) -> Any:
     import keras
 
     import keras_dist as kd
@@ -35,9 +35,9 @@ def numbers_of(kind: str, seed: int, own_folder: str, is_distributed: bool) -> A
     run = {"program": run_program, "pipelines": run_pipelines, "resumed": run_resumed}[kind]
     with small_is_large() if seed % 2 else contextlib.nullcontext():
         if not is_distributed:
-            return run(seed, same)
+            return run(seed, same, replicas)
         with own_loops():
-            return run(seed, kd.distribute)
+            return run(seed, kd.distribute, replicas)
 
 
 @contextlib.contextmanager
@@ -66,13 +66,13 @@ def lines_with(pattern: str, error: WorkerError) -> list[str]:
 @pytest.mark.parametrize("seed", seeds())
 def test_random(kind: str, seed: int, cluster: tuple[str, int], pools: Any, tmp_path: Path, golden: Any) -> None:
     plain, distributed = folder(tmp_path, "plain"), folder(tmp_path, "distributed")
-    serial = pools.get("serial", 1)
+    serial, size = pools.get("serial", 1), cluster[1]
     try:
-        expected, chosen = golden((kind, seed), lambda: serial.run(numbers_of, kind, seed, plain, False)[0])
+        expected, chosen = golden((kind, seed, size), lambda: serial.run(numbers_of, kind, seed, size, plain, False)[0])
     except WorkerError as error:
         pytest.skip(f"not in one process: {lines_with('Error: ', error)[-1:]}")
     try:
-        results = pools.get(*cluster).run(numbers_of, kind, seed, distributed, True, timeout=500.0)
+        results = pools.get(*cluster).run(numbers_of, kind, seed, size, distributed, True, timeout=500.0)
     except WorkerError as error:
         # Of what is found to differ only the check of own code may say so, before anything was trained.
         if not (refused := lines_with(r"keras_dist\.errors\.(NotSupportedError|MismatchError: verify)", error)):
