@@ -13,7 +13,7 @@ from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from keras_dist.compat import keras_model
 from keras_dist.compat.keras_model import attached, attached_to, is_kerass, stateless_scope
-from keras_dist.compat.keras_random import global_seed_generator, seed_generators
+from keras_dist.compat.keras_random import global_seed_generator, is_seed, seed_generators
 from keras_dist.compat.tf_compat import nodes_of, patched
 
 # Keras's layers that assign variables in `call`. They normalize over a share.
@@ -42,19 +42,25 @@ def own_state(model: keras.Model) -> list[Any]:
 
 
 @contextlib.contextmanager
-def observed_layers(by_script: Callable[[Any, Any], None], inexact: list[Any] | None) -> Iterator[None]:
-    """Calls `by_script(variable, value)` before what the user's code assigns: no optimizer, no normalization.
+def observed_layers(by_script: Callable[[Any, Any], None] | None, inexact: list[Any] | None) -> Iterator[None]:
+    """Looks at what layers assign.
 
-    Appends to `inexact`, if given, the layers that assign a state, as `inexact_layers` returns those of a model.
+    Args:
+        by_script: Takes variables and values before the user's code assigns them: no optimizer, no normalization.
+        inexact: To it are appended the layers that draw random numbers in training, or normalize by a share.
     """
     plain = keras.Variable.assign
 
     def assign(variable: Any, value: Any) -> Any:
         callers = [scope.caller for scope in get_global_attribute("name_scope_stack") or ()]
-        layer = callers[-1] if callers else None
-        if inexact is not None and isinstance(layer, keras.layers.Layer) and _is_inexact(layer):
+        layer = next((caller for caller in reversed(callers) if isinstance(caller, keras.layers.Layer)), None)
+        is_of_share = isinstance(layer, keras.layers.BatchNormalization) and not layer.synchronized
+        # In inference a recurrent layer draws, too, and does not use it.
+        is_trained = getattr(get_global_attribute("current_call_ctx"), "training", None) is not False
+        if inexact is not None and layer is not None and is_trained and (is_of_share or is_seed(variable)):
             inexact.append(layer)
-        if not isinstance(layer, _NORMALIZATIONS) and not any(isinstance(each, keras.Optimizer) for each in callers):
+        is_by_keras = isinstance(layer, _NORMALIZATIONS) or any(isinstance(each, keras.Optimizer) for each in callers)
+        if by_script is not None and not is_by_keras:
             by_script(variable, value)
         return plain(variable, value)
 
@@ -80,19 +86,10 @@ def statistics_of_a_share(model: keras.Model, are_synchronized: bool | None) -> 
     return [variable for variable in keras_model.float_statistics(model) if id(variable) not in ignored]
 
 
-def inexact_layers(model: keras.Model) -> list[keras.layers.Layer]:
-    """Returns the layers of Keras that normalize by a share, or draw other numbers on each replica."""
-    return [layer for layer in model._flatten_layers() if _is_inexact(layer)]
-
-
-def _is_inexact(layer: Any) -> bool:
-    if isinstance(layer, keras.layers.BatchNormalization):
-        return bool(layer.trainable and not layer.synchronized)  # a frozen one uses its moving averages
-    # How layers call what they draw. Without it they draw always, as in augmentation.
-    names = ("rate", "stddev", "dropout", "recurrent_dropout", "_dropout")
-    rates = [vars(layer)[name] for name in names if name in vars(layer)]
-    draws = bool(layer._seed_generators) and (not rates or any(rates))
-    return is_kerass(type(layer)) and draws
+def normalizations_of_a_share(model: keras.Model) -> list[keras.layers.Layer]:
+    """Returns what normalizes by a share when it is trained; a frozen one uses its moving averages."""
+    layers = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
+    return [layer for layer in layers if layer.trainable and not layer.synchronized]
 
 
 @dataclasses.dataclass

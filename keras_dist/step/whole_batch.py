@@ -337,7 +337,7 @@ def whole_batch(
         model: The model whose step runs, `None` in a custom training loop.
         prepare: Takes the losses of single entries before the reduction and returns those to use.
         exact: True if noise and the moments of every BatchNormalization are those of the global batch too. The steps
-            must know where their share starts. If it is `None`, a custom loop names the layers where they are not.
+            must know where their share starts. If it is `None`, the layers where they are not are named.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(keras_model.found_optimizers(prepare_optimizer))
@@ -372,12 +372,13 @@ def whole_batch(
             for variable in keras_layers.own_state(model):
                 stack.enter_context(attached(variable, "assign", functools.partial(_assign, variable, variable.assign)))
             stack.enter_context(compiled_layers(model, backend.topology.is_chief))
-        elif backend.topology.is_chief:
-            inexact: list[Any] = []
-            stack.enter_context(keras_layers.observed_layers(_tell_averaged, inexact if exact is None else None))
-            stack.callback(tell_inexact, inexact, backend, exact)
         if tf.executing_eagerly():
             stack.enter_context(noted_lookups(_note_lookup))
+        if backend.topology.is_chief and (model is None or exact is None):
+            inexact: list[Any] | None = [] if exact is None else None
+            by_script = _tell_averaged if model is None else None
+            stack.enter_context(keras_layers.observed_layers(by_script, inexact))
+            stack.callback(_tell_inexact, inexact, backend)
         yield
 
 
@@ -403,10 +404,9 @@ def _tell_averaged(variable: Any, value: Any) -> None:
         )
 
 
-def tell_inexact(layers: Sequence[Any], backend: Backend, exact: bool | None) -> None:
+def _tell_inexact(layers: Sequence[Any] | None, backend: Backend) -> None:
     """Names, once, the layers whose numbers intentionally differ from those of one process."""
-    is_shared = backend.num_replicas > 1 and backend.not_of_one_process is None and backend.topology.is_chief
-    if exact is None and is_shared and layers:
+    if layers and backend.num_replicas > 1 and backend.not_of_one_process is None:
         unique = list(dict.fromkeys(repr(layer.name) for layer in layers))
         names = ", ".join(unique[:3]) + (" ..." if len(unique) > 3 else "")
         announce_once(

@@ -31,7 +31,7 @@ from keras_dist.step import step as step_module
 from keras_dist.step.metrics import Logs, as_number, flat, tensor_of
 from keras_dist.step.optimizer import build_at_once, optimizers_of, parts_of, variables_of
 from keras_dist.step.step import Stopwatch, explain_check
-from keras_dist.step.whole_batch import compiled_layers, explain_compilation, tell_inexact
+from keras_dist.step.whole_batch import compiled_layers, explain_compilation
 from keras_dist.training import refusals
 from keras_dist.training.call import Call, batches_of
 from keras_dist.training.interrupts import interrupts_of
@@ -64,7 +64,7 @@ class DistributedModel(Verified):
         self._failed_step: Exception | None = None
         self._drawn: dict[str, list[Any]] = {}  # by kind of step: the state of a seed generator for each draw
         self._found: list[Any] = []  # optimizers that a step applies and that are not attributes of the model
-        self.exact = bool(options.exact)
+        self.exact = options.exact
         self.interrupts = interrupts_of(backend)
         self._called_alone: list[str] | None = None  # the methods that are called in `local`
         self.first_rows: dict[str, FirstRows] = {}  # of the kinds of steps that will be checked
@@ -216,7 +216,6 @@ class DistributedModel(Verified):
 
     def _fit(self, call: Call) -> Any:
         optimizers = self._prepare_optimizers()
-        tell_inexact(keras_layers.inexact_layers(self._model), self._backend, self.options.exact)
         is_train = attached(self, "_kind", "train")
         with self.interrupts.deferred(), self._running(call), is_train, self._fitting.fit():
             callbacks = self._on_this_rank(call.get("callbacks"), optimizers)

@@ -1,6 +1,5 @@
 """What verification takes for rounding, which steps are checked by default, and that a trial is undone."""
 
-import types
 from typing import Any
 
 import keras
@@ -13,9 +12,6 @@ from hypothesis import strategies as st
 from keras_dist.backends.local.serial import Serial
 from keras_dist.compat import keras_layers, keras_random
 from keras_dist.compat.keras_model import Attributes
-from keras_dist.environment import Topology
-from keras_dist.logging import announce_once
-from keras_dist.step.whole_batch import tell_inexact
 from keras_dist.training import verification
 from keras_dist.training.trial import (
     Difference,
@@ -249,13 +245,34 @@ def test_rounding_that_a_model_amplifies_is_no_difference() -> None:
     assert wrong(0.4, 0.0) == [True, True]
 
 
-def test_layers_that_compute_on_a_share_are_named() -> None:
+class DropPath(layers.Layer):
+    """As scripts write it: drops whole examples."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.drop_prob, self.seeds = rate, keras.random.SeedGenerator(1)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if not training or self.drop_prob == 0:
+            return x
+        kept = keras.random.uniform((len(x), 1), seed=self.seeds) > self.drop_prob
+        return x * keras.ops.cast(kept, x.dtype)
+
+
+def test_layers_that_compute_on_a_share_are_found_where_they_do() -> None:
+    frozen = layers.BatchNormalization(trainable=False, name="frozen")
     model = keras.Sequential([
-        layers.BatchNormalization(), layers.BatchNormalization(synchronized=True), layers.Dropout(0.1), layers.Dense(1),
-        layers.LSTMCell(2), layers.LSTMCell(2, dropout=0.1), layers.RandomFlip(),
+        layers.BatchNormalization(), frozen, layers.BatchNormalization(synchronized=True), layers.Dropout(0.1),
+        layers.Dropout(0.0), DropPath(0.1), DropPath(0.0), layers.Reshape((2, 2)), layers.LSTM(2),
+        layers.Reshape((1, 2)), layers.LSTM(2, dropout=0.1), layers.Reshape((2, 1, 1)), layers.RandomFlip(),
+        layers.SpectralNormalization(layers.Dense(1)),
     ])  # fmt: skip
-    named = [type(layer).__name__ for layer in keras_layers.inexact_layers(model)]
-    assert named == ["BatchNormalization", "Dropout", "LSTMCell", "RandomFlip"]
+    found = list[Any]()
+    with keras_layers.observed_layers(None, found):
+        model(np.ones((2, 4)), training=False)
+        assert not found
+        model(np.ones((2, 4)), training=True)
+    assert [*dict.fromkeys(found)] == [model.layers[index] for index in (0, 3, 5, 10, 12)]
 
 
 def test_the_number_of_verified_steps_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -264,21 +281,3 @@ def test_the_number_of_verified_steps_is_said(capsys: pytest.CaptureFixture[str]
     found.steps = 1
     found.report()
     assert "keras_dist: verified 1 step of fit: 0 quantities are those of one process" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("exact", "rank", "is_told"), [(None, 0, True), (None, 1, False), (True, 0, False), (False, 0, False)]
-)
-def test_layers_are_named_once_unless_the_script_says_exact(
-    exact: bool | None, rank: int, is_told: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    backend: Any = types.SimpleNamespace(num_replicas=2, not_of_one_process=None, topology=Topology(rank, 2, rank, 2))
-    model = keras.Sequential([keras.layers.Dropout(0.1, name="drop_once"), keras.layers.Dense(1)])
-    announce_once.cache_clear()
-    for _ in range(2):
-        tell_inexact(keras_layers.inexact_layers(model), backend, exact)
-    line = (
-        "keras_dist: layers that normalize by a share or draw other noise on each replica: 'drop_once'. exact=True "
-        "prevents it, exact=False this line.\n"
-    )
-    assert capsys.readouterr().err == (line if is_told else "")

@@ -244,8 +244,7 @@ class CoordinatorModel(ReplicaModel):
 
 def _check_repeats(model: keras.Model) -> None:
     """Raises `NotSupportedError` for `exact=True` with layers for which each step would be run again and again."""
-    inexact = keras_layers.inexact_layers(model)
-    if normalizations := [layer for layer in inexact if isinstance(layer, keras.layers.BatchNormalization)]:
+    if normalizations := keras_layers.normalizations_of_a_share(model):
         names = ", ".join(repr(layer.name) for layer in normalizations[:3])
         raise NotSupportedError(
             "With parameter servers the shares of a batch cannot meet within a step. For exact=True a step would be "
