@@ -26,13 +26,14 @@ def numbers_of(kind: str, seed: int, replicas: int, own_folder: str, is_distribu
 
     import keras_dist as kd
     from tests.contract.harness import own_loops, same
+    from tests.contract.random_loops import run_loop
     from tests.contract.random_pipelines import run_pipelines
     from tests.contract.random_programs import run_program
     from tests.contract.random_resumes import run_resumed
 
     os.chdir(own_folder)
     keras.config.set_floatx("float64")
-    run = {"program": run_program, "pipelines": run_pipelines, "resumed": run_resumed}[kind]
+    run = {"program": run_program, "loops": run_loop, "pipelines": run_pipelines, "resumed": run_resumed}[kind]
     with small_is_large() if seed % 2 else contextlib.nullcontext():
         if not is_distributed:
             return run(seed, same, replicas)
@@ -62,7 +63,7 @@ def lines_with(pattern: str, error: WorkerError) -> list[str]:
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", ["program", "pipelines", "resumed"])
+@pytest.mark.parametrize("kind", ["program", "loops", "pipelines", "resumed"])
 @pytest.mark.parametrize("seed", seeds())
 def test_random(kind: str, seed: int, cluster: tuple[str, int], pools: Any, tmp_path: Path, golden: Any) -> None:
     plain, distributed = folder(tmp_path, "plain"), folder(tmp_path, "distributed")
