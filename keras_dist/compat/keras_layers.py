@@ -1,6 +1,7 @@
 """What layers do besides returning outputs, and their calls as pure functions for XLA. Keras 3.13 to 3.15, 2026-11."""
 
 import contextlib
+import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -10,11 +11,14 @@ import tensorflow as tf
 from keras.src.backend import set_keras_mask
 from keras.src.backend.common.global_state import get_global_attribute
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from keras_dist.compat import keras_model
 from keras_dist.compat.keras_model import attached, attached_to, is_kerass, stateless_scope
 from keras_dist.compat.keras_random import global_seed_generator, is_seed, seed_generators
-from keras_dist.compat.tf_compat import nodes_of, patched
+from keras_dist.compat.tf_compat import context_value, nodes_of, patched
+
+_IN_KERAS = contextvars.ContextVar("keras_dist_in_keras", default=False)  # a `keras.Variable` is being assigned
 
 # Keras's layers that assign variables in `call`. They normalize over a share.
 _NORMALIZATIONS = (keras.layers.BatchNormalization, keras.layers.SpectralNormalization)
@@ -46,7 +50,8 @@ def observed_layers(by_script: Callable[[Any, Any], None] | None, inexact: list[
     """Looks at what layers assign.
 
     Args:
-        by_script: Takes variables and values before the user's code assigns them: no optimizer, no normalization.
+        by_script: Takes variables, of TensorFlow too, and values before the user's code assigns them: no optimizer, no
+            normalization.
         inexact: To it are appended the layers that draw random numbers in training, or normalize by a share.
     """
     plain = keras.Variable.assign
@@ -62,9 +67,21 @@ def observed_layers(by_script: Callable[[Any, Any], None] | None, inexact: list[
         is_by_keras = isinstance(layer, _NORMALIZATIONS) or any(isinstance(each, keras.Optimizer) for each in callers)
         if by_script is not None and not is_by_keras:
             by_script(variable, value)
-        return plain(variable, value)
+        with context_value(_IN_KERAS, True):
+            return plain(variable, value)
 
-    with patched(keras.Variable, assign=assign):
+    def method(name: str) -> Callable[..., Any]:
+        plain = getattr(ResourceVariable, name)
+
+        def assign(variable: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+            if by_script is not None and not _IN_KERAS.get():
+                by_script(variable, value)
+            return plain(variable, value, *args, **kwargs)
+
+        return assign
+
+    methods = {name: method(name) for name in ("assign", "assign_add", "assign_sub")}
+    with patched(keras.Variable, assign=assign), patched(ResourceVariable, **methods):
         yield
 
 

@@ -40,7 +40,9 @@ def gather_in_step(backend: Backend, tensor: Any) -> Any:
     if step.is_plain:
         return tensor
     step.has_gathered = True
-    return gather(backend, step, tensor).rows
+    rows = gather(backend, step, tensor).rows
+    step.reduced.append(rows)
+    return rows
 
 
 def check_own_rows(step: Step, values: Any, loss: str) -> Any:

@@ -216,7 +216,7 @@ def all_reduce(backend: Backend, gradients: Any) -> Any:
         whole = add_rows(total, count, leaves[index], step.rows_of_share)
         # Replicas of one process get the same tensors. Each continues with its own, on its device.
         leaves[index] = tf.nest.map_structure(tf.identity, whole, expand_composites=True)
-    step.reduced += [leaf.indices for leaf in leaves if isinstance(leaf, tf.IndexedSlices)]
+    step.reduced += tf.nest.flatten([leaves[index] for index in present], expand_composites=True)
     return tf.nest.pack_sequence_as(gradients, leaves)
 
 

@@ -93,7 +93,8 @@ class Step:
     own: dict[int, Any] = dataclasses.field(default_factory=dict)  # what this share gives, and have an `aggregation`
     # Ids of optimizers whose losses were weighted before their gradients were computed.
     weighs_losses_of: set[int] = dataclasses.field(default_factory=set)
-    reduced: list[Any] = dataclasses.field(default_factory=list)  # indices of sparse gradients, by `kd.all_reduce`
+    # The same on all replicas: what `kd.all_reduce` and `kd.gather` have returned.
+    reduced: list[Any] = dataclasses.field(default_factory=list)
     is_plain: bool = False  # a step on the whole batch in this process: nothing is exchanged, see `trial.py`
     # Gets for each update the optimizer, the gradients of the whole batch, and the variables or `None`.
     applied: list[Any] | None = None

@@ -38,7 +38,7 @@ from keras_dist.errors import NotSupportedError
 from keras_dist.logging import announce_once, logger, warn_once
 from keras_dist.step import losses
 from keras_dist.step import step as step_module
-from keras_dist.step.dependence import Arguments, Proof, has_rows, same_length, traced
+from keras_dist.step.dependence import Arguments, Kind, Proof, has_rows, same_length, traced
 from keras_dist.step.gathering import gather, take_rows, whole_draws
 from keras_dist.step.metrics import counted_by_share
 from keras_dist.step.step import Step, check_condition
@@ -186,7 +186,8 @@ def _assign(variable: Any, plain: Callable[[Any], Any], value: Any) -> Any:
 def _depends_on(step: Step, value: Any) -> bool:
     """True if a value depends on the examples of the share, or it can't be seen in the step's own graph."""
     leaves = [leaf for leaf in tf.nest.flatten(step.data, expand_composites=True) if tf.is_tensor(leaf)]
-    return any(leaf.graph is not value.graph for leaf in leaves) or not Proof(leaves).is_constant(value)
+    kinds = dict.fromkeys((tensor.name for tensor in step.reduced), Kind.CONSTANT)
+    return any(leaf.graph is not value.graph for leaf in leaves) or not Proof(leaves, kinds).is_constant(value)
 
 
 def _counts(step: Step, value: Any) -> bool:
@@ -374,9 +375,9 @@ def whole_batch(
             stack.enter_context(compiled_layers(model, backend.topology.is_chief))
         if tf.executing_eagerly():
             stack.enter_context(noted_lookups(_note_lookup))
-        if backend.topology.is_chief and (model is None or exact is None):
-            inexact: list[Any] | None = [] if exact is None else None
-            by_script = _tell_averaged if model is None else None
+        inexact: list[Any] | None = [] if exact is None and backend.topology.is_chief else None
+        by_script = functools.partial(_check_assigned, backend) if model is None else None
+        if by_script is not None or inexact is not None:
             stack.enter_context(keras_layers.observed_layers(by_script, inexact))
             stack.callback(_tell_inexact, inexact, backend)
         yield
@@ -387,21 +388,52 @@ def _note_lookup(ids: Any) -> None:
         step.looked_up.append(ids)
 
 
-def _tell_averaged(variable: Any, value: Any) -> None:
-    """Warns of state in a custom loop that is combined by a default, as the script does not say how."""
+def _check_assigned(backend: Backend, variable: Any, value: Any) -> None:
+    """Looks at what a step of a custom loop assigns: a `tf.Variable`, or a variable of Keras.
+
+    State is combined over the replicas, if the script does not say how, by a default. Other variables are not: there a
+    value must not depend on the share.
+    """
     step = step_module.current()
-    if step is None or keras_model.applying() is not None:  # an optimizer counts its steps, on all replicas alike
+    is_alike = isinstance(value, bool | int | float) or keras_model.applying() is not None  # optimizers update alike
+    if step is None or step.is_plain or is_alike:
         return
-    if variable.aggregation in COMBINED or variable.trainable or keras_random.is_seed(variable):
+    is_of_keras = isinstance(variable, keras.Variable)
+    is_state = is_of_keras and not variable.trainable
+    if is_state and (variable.aggregation in COMBINED or keras_random.is_seed(variable)):
         return
-    is_unknown = tf.executing_eagerly() or step.data is None
-    if is_unknown or (_depends_on(step, value := tf.convert_to_tensor(value)) and not _counts(step, value)):
-        how = "averaged over" if keras_strategy.is_float(variable) else "taken from the first of"
-        announce_once(
-            f"keras_dist: a step of kd.run assigns the variable {variable.path!r}, which has no aggregation: what "
-            f"the replicas assign is {how} the replicas. If it depends on their shares, create it with "
-            "aggregation='sum' or 'mean', or compute it from kd.gather(...)."
+    name = variable.path if is_of_keras else variable.name
+    if not is_of_keras and backend.replicas > 1:
+        raise NotSupportedError(
+            "A step of kd.run assigns a tf.Variable, which each of the replicas in this process would do.",
+            f"tf.Variable {name!r}, {backend.replicas} replicas",
+            "Make it a keras.Variable(..., trainable=False), or assign it outside of the step.",
         )
+    is_unknown = tf.executing_eagerly() or step.data is None
+    if not is_unknown and (not _depends_on(step, value := tf.convert_to_tensor(value)) or _counts(step, value)):
+        return
+    if is_state:
+        how = "averaged over" if keras_strategy.is_float(variable) else "taken from the first of"
+        text = (
+            f"assigns the variable {name!r}, which has no aggregation: what the replicas assign is {how} the "
+            "replicas. If it depends on their shares, create it with aggregation='sum' or 'mean', or compute it from "
+            "kd.gather(...)."
+        )
+    elif is_unknown:
+        text = (
+            f"assigns the variable {name!r}, and nothing combines what the replicas assign. If it depends on their "
+            "shares, compute it from what kd.all_reduce(...) or kd.gather(...) returns."
+        )
+    else:
+        raise NotSupportedError(
+            "A step of kd.run assigns a variable what it computes from its share of the batch, and nothing combines "
+            "what the replicas assign.",
+            f"variable {name!r}",
+            "Let an optimizer apply the gradients, or reduce them before: gradients = kd.all_reduce(gradients). State "
+            "belongs into a keras.Variable(..., trainable=False, aggregation='mean').",
+        )
+    if backend.topology.is_chief:
+        announce_once(f"keras_dist: a step of kd.run {text}")
 
 
 def _tell_inexact(layers: Sequence[Any] | None, backend: Backend) -> None:

@@ -15,7 +15,7 @@ import tensorflow as tf
 import keras_dist as kd
 from keras_dist.data.shares import Share, Shares
 from keras_dist.logging import announce_once
-from tests.contract.harness import Numbers, contract, same
+from tests.contract.harness import NOT_TPU, Numbers, contract, same
 from tests.contract.parts import (
     BATCH,
     COUNT,
@@ -292,6 +292,53 @@ def test_loop_own_clipping(distribute: Any) -> Numbers:
     loop = ClippingLoop(distribute)
     traced = loop.train(distribute, dataset(), epochs=1)
     return {"traced": traced, "eager": loop.train(distribute, dataset(), epochs=1, is_eager=True)}
+
+
+class ByHand(Loop):
+    """Descends, or adds up gradients, without an optimizer."""
+
+    def __init__(self, distribute: Any, is_reduced: bool, variable: Any = None) -> None:
+        keras.utils.set_random_seed(1)
+        super().__init__(distribute)
+        self.all_reduce = reducer(distribute) if is_reduced else same
+        self.sums = [variable(tf.zeros_like(weight.value), trainable=False) for weight in self.weights() if variable]
+
+    def weights(self) -> list[Any]:
+        return self.model.trainable_variables  # type: ignore[no-any-return]
+
+    def step(self, batch: Any) -> Any:
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(y, self.model(x, training=True))
+        gradients = self.all_reduce(tape.gradient(loss, self.weights()))
+        for variable, gradient in zip(self.sums or self.weights(), gradients, strict=True):
+            variable.assign_sub(0.1 * gradient)
+        return loss
+
+    def train(self, *args: Any, **kwargs: Any) -> Numbers:
+        return {**super().train(*args, **kwargs), "sums": [np.asarray(sums) for sums in self.sums]}
+
+
+@contract("loop-updates-by-hand", of=NOT_TPU)
+def test_loop_updates_by_hand(distribute: Any) -> Numbers:
+    """Of reduced gradients it is right. Traced it is refused otherwise, as is a `tf.Variable` on several replicas."""
+    for variable in (None, tf.Variable):
+        loop = ByHand(distribute, is_reduced=False, variable=variable)
+        refused(Exception, "A step of kd.run assigns a", lambda: loop.train(distribute, dataset()), kd.num_replicas)  # noqa: B023
+    one_each = kd.num_replicas() == kd.size()
+    of_tensorflow = ByHand(distribute, is_reduced=True, variable=tf.Variable if one_each else keras.Variable)
+    announce_once.cache_clear()
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        results = {
+            "traced": ByHand(distribute, is_reduced=True).train(distribute, dataset()),
+            "sums": ByHand(distribute, is_reduced=True, variable=keras.Variable).train(distribute, dataset()),
+            "of TensorFlow": of_tensorflow.train(distribute, dataset()),
+        }
+        assert "a step of kd.run" not in errors.getvalue()  # it is proven
+        results["eager"] = ByHand(distribute, is_reduced=True).train(distribute, dataset(), is_eager=True)
+    is_told = distribute is kd.distribute and kd.is_chief() and kd.num_replicas() > 1
+    assert errors.getvalue().count("nothing combines") == len(of_tensorflow.sums) * is_told
+    return results
 
 
 class Conditional(Linear):
