@@ -93,11 +93,12 @@ def broadcast(value: Any) -> Any:
 
 
 def all_reduce(gradients: Any) -> Any:
-    """Returns the gradients of the global batch, for a step that clips, measures or changes them itself.
+    """Returns the gradients of the global batch, for a step that clips, measures or adds them up itself.
 
     A step computes gradients on a share of the batch, and an optimizer from `kd.distribute` reduces them when it
-    applies them. What the step does before sees only the share: call this first. What the optimizer does itself
-    (`clipnorm`, `clipvalue`, `global_clipnorm`) needs nothing. In one process the gradients stay as they are.
+    applies them. What the step does before, or without an optimizer, sees only the share: call this first. What the
+    optimizer does itself (`clipnorm`, `clipvalue`, `global_clipnorm`, `gradient_accumulation_steps`) needs nothing. In
+    one process the gradients stay as they are.
 
     Call it in `train_step` of a distributed model, or in a function that `kd.run` runs. Every rank must call it in
     every step, also one whose share is empty; if one does not, the others wait until the watchdog or Horovod's stall

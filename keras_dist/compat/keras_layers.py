@@ -16,7 +16,7 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 from keras_dist.compat import keras_model
 from keras_dist.compat.keras_model import attached, attached_to, is_kerass, stateless_scope
 from keras_dist.compat.keras_random import global_seed_generator, is_seed, seed_generators
-from keras_dist.compat.tf_compat import context_value, nodes_of, patched
+from keras_dist.compat.tf_compat import OWN_NAME, context_value, nodes_of, patched
 
 _IN_KERAS = contextvars.ContextVar("keras_dist_in_keras", default=False)  # a `keras.Variable` is being assigned
 
@@ -74,7 +74,8 @@ def observed_layers(by_script: Callable[[Any, Any], None] | None, inexact: list[
         plain = getattr(ResourceVariable, name)
 
         def assign(variable: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-            if by_script is not None and not _IN_KERAS.get():
+            is_of_library = _IN_KERAS.get() or variable.name.startswith(OWN_NAME)
+            if by_script is not None and not is_of_library:
                 by_script(variable, value)
             return plain(variable, value, *args, **kwargs)
 

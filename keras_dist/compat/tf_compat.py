@@ -225,10 +225,13 @@ def variables_made_by(creators: Sequence[Any] = ()) -> Iterator[None]:
         graph._variable_creator_stack = others
 
 
+OWN_NAME = "keras_dist_"  # how names of this library's variables begin
+
+
 def host_variable(value: Any, name: str, **options: Any) -> tf.Variable:
     """Returns an ordinary variable of this library in the host's memory, in any scope."""
     with tf.init_scope(), variables_made_by(), tf.device("CPU:0"):
-        return tf.Variable(value, trainable=False, name=f"keras_dist_{name}", **options)
+        return tf.Variable(value, trainable=False, name=f"{OWN_NAME}{name}", **options)
 
 
 def trace_again() -> None:
