@@ -410,7 +410,8 @@ def _check_assigned(backend: Backend, variable: Any, value: Any) -> None:
             "Make it a keras.Variable(..., trainable=False), or assign it outside of the step.",
         )
     is_unknown = tf.executing_eagerly() or step.data is None
-    if not is_unknown and (not _depends_on(step, value := tf.convert_to_tensor(value)) or _counts(step, value)):
+    value = tf.convert_to_tensor(value)
+    if not (is_unknown or _depends_on(step, value) or _counts(step, value)):
         return
     if is_state:
         how = "averaged over" if keras_strategy.is_float(variable) else "taken from the first of"

@@ -319,7 +319,7 @@ class ByHand(Loop):
         return {**super().train(*args, **kwargs), "sums": [np.asarray(sums) for sums in self.sums]}
 
 
-@contract("loop-updates-by-hand", of=NOT_TPU)
+@contract("loop-updates-by-hand", of=NOT_TPU, also=("mirrored-2",))
 def test_loop_updates_by_hand(distribute: Any) -> Numbers:
     """Of reduced gradients it is right. Traced it is refused otherwise, as is a `tf.Variable` on several replicas."""
     for variable in (None, tf.Variable):
