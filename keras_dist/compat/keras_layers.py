@@ -16,7 +16,7 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 from keras_dist.compat import keras_model
 from keras_dist.compat.keras_model import attached, attached_to, is_kerass, stateless_scope
 from keras_dist.compat.keras_random import global_seed_generator, is_seed, seed_generators
-from keras_dist.compat.tf_compat import OWN_NAME, context_value, nodes_of, patched
+from keras_dist.compat.tf_compat import OWN_NAME, WRITES, context_value, nodes_of, patched
 
 _IN_KERAS = contextvars.ContextVar("keras_dist_in_keras", default=False)  # a `keras.Variable` is being assigned
 
@@ -50,8 +50,8 @@ def observed_layers(by_script: Callable[[Any, Any], None] | None, inexact: list[
     """Looks at what layers assign.
 
     Args:
-        by_script: Takes variables, of TensorFlow too, and values before the user's code assigns them: no optimizer, no
-            normalization.
+        by_script: Takes variables, of TensorFlow too, before the user's code changes them (no optimizer, no
+            normalization), and by what: a value, or the arguments of a method.
         inexact: To it are appended the layers that draw random numbers in training, or normalize by a share.
     """
     plain = keras.Variable.assign
@@ -73,16 +73,15 @@ def observed_layers(by_script: Callable[[Any, Any], None] | None, inexact: list[
     def method(name: str) -> Callable[..., Any]:
         plain = getattr(ResourceVariable, name)
 
-        def assign(variable: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        def write(variable: Any, *args: Any, **kwargs: Any) -> Any:
             is_of_library = _IN_KERAS.get() or variable.name.startswith(OWN_NAME)
             if by_script is not None and not is_of_library:
-                by_script(variable, value)
-            return plain(variable, value, *args, **kwargs)
+                by_script(variable, (args, kwargs))
+            return plain(variable, *args, **kwargs)
 
-        return assign
+        return write
 
-    methods = {name: method(name) for name in ("assign", "assign_add", "assign_sub")}
-    with patched(keras.Variable, assign=assign), patched(ResourceVariable, **methods):
+    with patched(keras.Variable, assign=assign), patched(ResourceVariable, **{name: method(name) for name in WRITES}):
         yield
 
 

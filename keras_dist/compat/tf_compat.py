@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx, config
 from tensorflow.python.autograph.impl import api as autograph
+from tensorflow.python.autograph.pyct import error_utils
 from tensorflow.python.distribute import distribute_lib, values
 from tensorflow.python.eager import context, executor, record
 from tensorflow.python.framework import errors, ops
@@ -251,6 +252,11 @@ def per_replica(parts: Sequence[Any]) -> Any:
 def converted(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function of the script that AutoGraph treats in any thread as if the script had called it here."""
     return autograph.tf_convert(function, ag_ctx.control_status_ctx(), convert_by_default=False)
+
+
+def keep_types(*errors: type[Exception]) -> None:
+    """Lets AutoGraph raise these errors as what they are, when it has added to their text where they come from."""
+    error_utils.KNOWN_STRING_CONSTRUCTOR_ERRORS += errors
 
 
 # --- Parameter servers ---

@@ -388,6 +388,14 @@ def _note_lookup(ids: Any) -> None:
         step.looked_up.append(ids)
 
 
+def _is_of_share(step: Step, value: Any) -> bool | None:
+    """Returns whether a value depends on the examples of the share, `None` if that can't be seen."""
+    values = [each for each in tf.nest.flatten(value, expand_composites=True) if tf.is_tensor(each)]
+    if values and (tf.executing_eagerly() or step.data is None):
+        return None
+    return any(_depends_on(step, each) or _counts(step, each) for each in map(tf.convert_to_tensor, values))
+
+
 def _check_assigned(backend: Backend, variable: Any, value: Any) -> None:
     """Looks at what a step of a custom loop assigns: a `tf.Variable`, or a variable of Keras.
 
@@ -395,8 +403,7 @@ def _check_assigned(backend: Backend, variable: Any, value: Any) -> None:
     value must not depend on the share.
     """
     step = step_module.current()
-    is_alike = isinstance(value, bool | int | float) or keras_model.applying() is not None  # optimizers update alike
-    if step is None or step.is_plain or is_alike:
+    if step is None or step.is_plain or keras_model.applying() is not None:  # an optimizer does it on all ranks alike
         return
     is_of_keras = isinstance(variable, keras.Variable)
     is_state = is_of_keras and not variable.trainable
@@ -409,9 +416,8 @@ def _check_assigned(backend: Backend, variable: Any, value: Any) -> None:
             f"tf.Variable {name!r}, {backend.replicas} replicas",
             "Make it a keras.Variable(..., trainable=False), or assign it outside of the step.",
         )
-    is_unknown = tf.executing_eagerly() or step.data is None
-    value = tf.convert_to_tensor(value)
-    if not (is_unknown or _depends_on(step, value) or _counts(step, value)):
+    is_of_share = _is_of_share(step, value)
+    if is_of_share is False:
         return
     if is_state:
         how = "averaged over" if keras_strategy.is_float(variable) else "taken from the first of"
@@ -420,7 +426,7 @@ def _check_assigned(backend: Backend, variable: Any, value: Any) -> None:
             "replicas. If it depends on their shares, create it with aggregation='sum' or 'mean', or compute it from "
             "kd.gather(...)."
         )
-    elif is_unknown:
+    elif is_of_share is None:
         text = (
             f"assigns the variable {name!r}, and nothing combines what the replicas assign. If it depends on their "
             "shares, compute it from what kd.all_reduce(...) or kd.gather(...) returns."

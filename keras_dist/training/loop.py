@@ -21,13 +21,15 @@ from keras_dist.comm.replicas import mean_of_shares
 from keras_dist.compat import keras_model, keras_random, tf_compat, tf_graphs
 from keras_dist.data import sources
 from keras_dist.data.shares import Share, Shares, cut_again, examples_of, joined, row_count
-from keras_dist.errors import ConfigurationError, NotSupportedError
+from keras_dist.errors import ConfigurationError, MismatchError, NotSupportedError
 from keras_dist.step.gathering import on_share
 from keras_dist.step.step import Step, consistency_check_of
 from keras_dist.step.whole_batch import combine, whole_batch
 from keras_dist.training.options import Options
 from keras_dist.training.trial import batch_of_all_ranks
 from keras_dist.training.verification import Verification, Verified
+
+tf_compat.keep_types(ConfigurationError, MismatchError, NotSupportedError)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from keras_dist.backends.local.replicas import Mirrored
 from keras_dist.compat import tf_compat, tf_graphs
+from keras_dist.errors import NotSupportedError
 from keras_dist.training import loop
 from tests.forks import ForkServer
 
@@ -48,6 +49,26 @@ def test_autograph_rewrites_the_script_only_and_has_no_public_list_of_packages()
     assert (train_step(tf.constant(3)), train_step(tf.constant(1))) == (6, 1)
     assert loop.__file__ in files  # as it is written
     assert __file__ not in files[: files.index(loop.__file__)]
+
+
+def test_autograph_has_no_public_list_of_errors_that_it_raises_again() -> None:
+    """Once it raises the first error as what it is, `keep_types` can go."""
+
+    class Own(Exception):
+        def __init__(self, problem: str, remedy: str = "") -> None:
+            super().__init__(f"{problem} {remedy}")
+
+    def raised(error: Exception) -> type[BaseException]:
+        @tf.function
+        def step() -> None:
+            raise error
+
+        with pytest.raises(Exception, match="broken") as caught:
+            step()
+        return caught.type
+
+    assert raised(Own("broken")).__name__ == "StagingError"
+    assert raised(NotSupportedError("broken", "x", "y")) is NotSupportedError
 
 
 # --- Replicas of one process. Logical devices are created before TensorFlow starts, so they need a new process. ---
