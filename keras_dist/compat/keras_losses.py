@@ -203,20 +203,22 @@ def weighted_updates(
 
 
 @contextlib.contextmanager
-def added_losses(weights_of: Callable[[Any], Any]) -> Iterator[None]:
+def added_losses(weights_of: Callable[[Any], Any], check: Callable[[Any], None]) -> Iterator[None]:
     """Weighs the losses of single examples where they are added up, in this context.
 
     They are added up in the gradient of a tensor of several numbers, with respect to variables, and in
     `tf.nn.compute_average_loss`. `weights_of` takes a tensor with a row for each example, and returns a scalar, or
-    `None` to leave it as it is.
+    `None` to leave it as it is. `check` takes a number whose gradient with respect to variables is computed.
     """
     gradient_of, average = tf.GradientTape.gradient, tf.nn.compute_average_loss
 
     @functools.wraps(gradient_of)
     def gradient(self: Any, target: Any, sources: Any, output_gradients: Any = None, **options: Any) -> Any:
-        is_of_examples = isinstance(target, tf.Tensor) and bool(target.shape.rank) and target.dtype.is_floating
+        is_number = isinstance(target, tf.Tensor) and target.dtype.is_floating
         to_variables = all(isinstance(source, tf.Variable | keras.Variable) for source in tf.nest.flatten(sources))
-        if output_gradients is None and is_of_examples and to_variables:
+        if is_number and to_variables and target.shape.rank == 0:
+            check(target)
+        elif is_number and to_variables and output_gradients is None and target.shape.rank:
             weight = weights_of(target)
             output_gradients = None if weight is None else tf.ones_like(target) * tf.cast(weight, target.dtype)
         return gradient_of(self, target, sources, output_gradients, **options)

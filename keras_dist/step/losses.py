@@ -56,6 +56,14 @@ def rescale(
     return loss * tf.cast(tf.stop_gradient(factor), loss.dtype)
 
 
+def of_loss(exchange: Backend, plain: Callable[..., Any], *args: Any) -> Any:
+    """Calls a Keras loss by `on_whole_batch`, and notes that its value counts as the mean over the share."""
+    value, step = on_whole_batch(exchange, plain, *args), step_module.current()
+    if step is not None and tf.is_tensor(value) and value.shape.rank == 0:
+        step.means.append(value)
+    return value
+
+
 def on_whole_batch(
     exchange: Backend, plain: Callable[..., Any], values_of: Callable[..., Any], loss: Any, y_true: Any, y_pred: Any,
     sample_weight: Any = None,

@@ -88,6 +88,7 @@ class Step:
     reductions: int = 0  # so far in this step, for their names
     replica: Any = 0  # index of the rank or replica, an int or an integer scalar
     data: Any = None  # the share
+    examples: Any = ()  # of it, as a step of `kd.run` gets them
     place: RowRange | None = None  # `None` unless random numbers are drawn for the whole batch
     whole: dict[int, Any] = dataclasses.field(default_factory=dict)  # variables assigned what the whole batch gives
     own: dict[int, Any] = dataclasses.field(default_factory=dict)  # what this share gives, and have an `aggregation`
@@ -95,6 +96,7 @@ class Step:
     weighs_losses_of: set[int] = dataclasses.field(default_factory=set)
     # The same on all replicas: what `kd.all_reduce` and `kd.gather` have returned.
     reduced: list[Any] = dataclasses.field(default_factory=list)
+    means: list[Any] = dataclasses.field(default_factory=list)  # what losses of Keras have returned
     is_plain: bool = False  # a step on the whole batch in this process: nothing is exchanged, see `trial.py`
     # Gets for each update the optimizer, the gradients of the whole batch, and the variables or `None`.
     applied: list[Any] | None = None

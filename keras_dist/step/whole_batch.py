@@ -186,8 +186,13 @@ def _assign(variable: Any, plain: Callable[[Any], Any], value: Any) -> Any:
 def _depends_on(step: Step, value: Any) -> bool:
     """True if a value depends on the examples of the share, or it can't be seen in the step's own graph."""
     leaves = [leaf for leaf in tf.nest.flatten(step.data, expand_composites=True) if tf.is_tensor(leaf)]
-    kinds = dict.fromkeys((tensor.name for tensor in step.reduced), Kind.CONSTANT)
-    return any(leaf.graph is not value.graph for leaf in leaves) or not Proof(leaves, kinds).is_constant(value)
+    return any(leaf.graph is not value.graph for leaf in leaves) or not _proof(step).is_constant(value)
+
+
+def _proof(step: Step, others: Sequence[tuple[Any, Kind]] = ()) -> Proof:
+    given = tf.nest.flatten([step.data, step.examples], expand_composites=True)
+    known = [*((tensor, Kind.CONSTANT) for tensor in step.reduced), *others]
+    return Proof(filter(tf.is_tensor, given), {tensor.name: kind for tensor, kind in known if tf.is_tensor(tensor)})
 
 
 def _counts(step: Step, value: Any) -> bool:
@@ -347,7 +352,7 @@ def whole_batch(
         stack.enter_context(tf_graphs.checked_conditions(functools.partial(agree_on_condition, backend)))
         stack.enter_context(whole_draws(backend) if exact else keras_random.replica_streams(_replica))
         stack.enter_context(keras_random.replica_operations(_replica))
-        stack.enter_context(keras_losses.wrapped_losses(functools.partial(losses.on_whole_batch, backend)))
+        stack.enter_context(keras_losses.wrapped_losses(functools.partial(losses.of_loss, backend)))
         rescale = functools.partial(losses.rescale, backend.all_reduce_exact)
         stack.enter_context(keras_losses.rescaled_losses(rescale, prepare))
         statistics = functools.partial(sum_statistics, backend.all_reduce_exact)
@@ -355,7 +360,8 @@ def whole_batch(
             keras_losses.batch_statistics(statistics, bool(exact), lambda: getattr(step_module.current(), "rows", None))
         )
         stack.enter_context(keras_losses.weighted_scalars(lambda: getattr(step_module.current(), "part", None)))
-        stack.enter_context(keras_losses.added_losses(step_module.weight_of_sum))
+        check = _check_target if model is None else lambda target: None
+        stack.enter_context(keras_losses.added_losses(step_module.weight_of_sum, check))
         stack.enter_context(keras_layers.padded_texts(functools.partial(_greatest, backend)))
         if model is not None:
             stack.enter_context(counted_by_share(backend, model))
@@ -386,6 +392,20 @@ def whole_batch(
 def _note_lookup(ids: Any) -> None:
     if (step := step_module.current()) is not None:
         step.looked_up.append(ids)
+
+
+def _check_target(loss: Any) -> None:
+    """Refuses the gradient of a sum over the share in a custom loop: the shares' losses count as means."""
+    step = step_module.current()
+    if step is None or step.is_plain or step.data is None or tf.executing_eagerly():
+        return
+    by_library = [*((mean, Kind.MEAN) for mean in step.means), (step.count, Kind.OTHER), (step.total, Kind.OTHER)]
+    if _proof(step, by_library).kind(loss) is Kind.SUM:
+        raise NotSupportedError(
+            "A step of kd.run computes the gradient of a sum over its share of the batch; a loss counts as a mean.",
+            f"a sum over the examples, {loss.name!r}",
+            "Take the mean, tf.reduce_mean(loss), or a loss of Keras with reduction='sum'.",
+        )
 
 
 def _is_of_share(step: Step, value: Any) -> bool | None:

@@ -201,6 +201,7 @@ class ReplicaLoop(Loop, Verified):
             step.applied = self._applied if index == 0 else None
             own = tuple(examples_of(arg.parts[index]) if isinstance(arg, Shares) else arg for arg in args)
             with on_share(self._backend, step, own, self.exact) as own:
+                step.examples = [part for part, arg in zip(own, args, strict=True) if isinstance(arg, Shares)]
                 return function(*own)
 
         of_ranks = combined(self._backend, of_rank) if topology.size > 1 else contextlib.nullcontext()

@@ -321,11 +321,17 @@ class ByHand(Loop):
 
 @contract("loop-updates-by-hand", of=NOT_TPU, also=("mirrored-2",))
 def test_loop_updates_by_hand(distribute: Any) -> Numbers:
-    """Of reduced gradients it is right. Traced it is refused otherwise, as is a `tf.Variable` on several replicas."""
+    """Of reduced gradients it is right. Traced it is refused otherwise, as are a `tf.Variable` on several replicas, and a
+    loss that is a sum.
+    """
     text = "A step of kd.run assigns a"
     for variable in (None, tf.Variable):
         train = functools.partial(ByHand(distribute, is_reduced=False, variable=variable).train, distribute, dataset())
         refused(kd.NotSupportedError, text, train, kd.num_replicas)
+    summed = Loop(distribute, lambda y, prediction: tf.reduce_sum(tf.square(y - prediction)) * (1 / BATCH))
+    refused(
+        kd.NotSupportedError, "the gradient of a sum", lambda: summed.train(distribute, dataset()), kd.num_replicas
+    )
     one_each = kd.num_replicas() == kd.size()
     of_tensorflow = ByHand(distribute, is_reduced=True, variable=tf.Variable if one_each else keras.Variable)
     announce_once.cache_clear()
