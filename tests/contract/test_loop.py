@@ -321,9 +321,7 @@ class ByHand(Loop):
 
 @contract("loop-updates-by-hand", of=NOT_TPU, also=("mirrored-2",))
 def test_loop_updates_by_hand(distribute: Any) -> Numbers:
-    """Of reduced gradients it is right. Traced it is refused otherwise, as are a `tf.Variable` on several replicas, and a
-    loss that is a sum.
-    """
+    """Of reduced gradients it is right. Traced it is refused otherwise; so are some `tf.Variable`, and sums as losses."""
     text = "A step of kd.run assigns a"
     for variable in (None, tf.Variable):
         train = functools.partial(ByHand(distribute, is_reduced=False, variable=variable).train, distribute, dataset())
