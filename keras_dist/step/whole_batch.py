@@ -400,12 +400,18 @@ def _check_target(loss: Any) -> None:
     if step is None or step.is_plain or step.data is None or tf.executing_eagerly():
         return
     by_library = [*((mean, Kind.MEAN) for mean in step.means), (step.count, Kind.OTHER), (step.total, Kind.OTHER)]
-    if _proof(step, by_library).kind(loss) is Kind.SUM:
+    if _adds_sum(_proof(step, by_library), loss):
         raise NotSupportedError(
             "A step of kd.run computes the gradient of a sum over its share of the batch; a loss counts as a mean.",
             f"a sum over the examples, {loss.name!r}",
             "Take the mean, tf.reduce_mean(loss), or a loss of Keras with reduction='sum'.",
         )
+
+
+def _adds_sum(proof: Proof, loss: Any) -> bool:
+    if (kind := proof.kind(loss)) is Kind.OTHER and loss.op.type in ("Add", "AddV2", "AddN", "Identity"):
+        return any(_adds_sum(proof, part) for part in loss.op.inputs)
+    return kind is Kind.SUM
 
 
 def _is_of_share(step: Step, value: Any) -> bool | None:
