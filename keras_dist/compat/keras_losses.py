@@ -203,12 +203,12 @@ def weighted_updates(
 
 
 @contextlib.contextmanager
-def added_losses(weights_of: Callable[[Any], Any], check: Callable[[Any], None]) -> Iterator[None]:
+def added_losses(weights_of: Callable[[Any], Any], observe: Callable[[Any, Any], None]) -> Iterator[None]:
     """Weighs the losses of single examples where they are added up, in this context.
 
     They are added up in the gradient of a tensor of several numbers, with respect to variables, and in
     `tf.nn.compute_average_loss`. `weights_of` takes a tensor with a row for each example, and returns a scalar, or
-    `None` to leave it as it is. `check` takes a number whose gradient with respect to variables is computed.
+    `None` to leave it as it is. `observe` takes a loss, and its gradients with respect to variables.
     """
     gradient_of, average = tf.GradientTape.gradient, tf.nn.compute_average_loss
 
@@ -216,12 +216,13 @@ def added_losses(weights_of: Callable[[Any], Any], check: Callable[[Any], None])
     def gradient(self: Any, target: Any, sources: Any, output_gradients: Any = None, **options: Any) -> Any:
         is_number = isinstance(target, tf.Tensor) and target.dtype.is_floating
         to_variables = all(isinstance(source, tf.Variable | keras.Variable) for source in tf.nest.flatten(sources))
-        if is_number and to_variables and target.shape.rank == 0:
-            check(target)
-        elif is_number and to_variables and output_gradients is None and target.shape.rank:
+        if output_gradients is None and is_number and to_variables and target.shape.rank:
             weight = weights_of(target)
             output_gradients = None if weight is None else tf.ones_like(target) * tf.cast(weight, target.dtype)
-        return gradient_of(self, target, sources, output_gradients, **options)
+        gradients = gradient_of(self, target, sources, output_gradients, **options)
+        if is_number and to_variables:
+            observe(target, gradients)
+        return gradients
 
     @functools.wraps(average)
     def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None) -> Any:

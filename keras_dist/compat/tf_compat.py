@@ -72,6 +72,21 @@ def clipping_at_once() -> Iterator[None]:
         yield
 
 
+def observed_clipping(observe: Callable[[Any], None]) -> contextlib.AbstractContextManager[None]:
+    """Calls `observe(arguments)` before TensorFlow's functions clip, in this context."""
+
+    def observed(plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def clip(*args: Any, **kwargs: Any) -> Any:
+            observe((args, kwargs))
+            return plain(*args, **kwargs)
+
+        return clip
+
+    names = "clip_by_value", "clip_by_norm", "clip_by_global_norm"
+    return patched(tf, **{name: observed(getattr(tf, name)) for name in names})
+
+
 @contextlib.contextmanager
 def noted_lookups(note: Callable[[Any], object]) -> Iterator[None]:
     """Calls `note(ids)` with the distinct ids of each `tf.nn.embedding_lookup_sparse`, in this context."""

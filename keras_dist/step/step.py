@@ -97,6 +97,7 @@ class Step:
     # The same on all replicas: what `kd.all_reduce` and `kd.gather` have returned.
     reduced: list[Any] = dataclasses.field(default_factory=list)
     means: list[Any] = dataclasses.field(default_factory=list)  # what losses of Keras have returned
+    gradients: list[Any] = dataclasses.field(default_factory=list)  # of the share, in a step of `kd.run`
     is_plain: bool = False  # a step on the whole batch in this process: nothing is exchanged, see `trial.py`
     # Gets for each update the optimizer, the gradients of the whole batch, and the variables or `None`.
     applied: list[Any] | None = None

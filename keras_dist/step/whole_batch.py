@@ -32,7 +32,7 @@ from keras_dist.compat import keras_layers, keras_losses, keras_model, keras_ran
 from keras_dist.compat.keras_layers import Outside
 from keras_dist.compat.keras_model import attached, attached_to
 from keras_dist.compat.keras_random import layers_that_mix_examples
-from keras_dist.compat.tf_compat import context_value, noted_lookups
+from keras_dist.compat.tf_compat import context_value, noted_lookups, observed_clipping
 from keras_dist.data.shares import static_length
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import announce_once, logger, warn_once
@@ -360,8 +360,10 @@ def whole_batch(
             keras_losses.batch_statistics(statistics, bool(exact), lambda: getattr(step_module.current(), "rows", None))
         )
         stack.enter_context(keras_losses.weighted_scalars(lambda: getattr(step_module.current(), "part", None)))
-        check = _check_target if model is None else lambda target: None
-        stack.enter_context(keras_losses.added_losses(step_module.weight_of_sum, check))
+        observe = _check_loss if model is None else lambda loss, gradients: None
+        stack.enter_context(keras_losses.added_losses(step_module.weight_of_sum, observe))
+        if model is None:
+            stack.enter_context(observed_clipping(_check_clipped))
         stack.enter_context(keras_layers.padded_texts(functools.partial(_greatest, backend)))
         if model is not None:
             stack.enter_context(counted_by_share(backend, model))
@@ -394,10 +396,13 @@ def _note_lookup(ids: Any) -> None:
         step.looked_up.append(ids)
 
 
-def _check_target(loss: Any) -> None:
+def _check_loss(loss: Any, gradients: Any) -> None:
     """Refuses the gradient of a sum over the share in a custom loop: the shares' losses count as means."""
     step = step_module.current()
-    if step is None or step.is_plain or step.data is None or tf.executing_eagerly():
+    if step is None or step.is_plain:
+        return
+    step.gradients += filter(tf.is_tensor, tf.nest.flatten(gradients, expand_composites=True))
+    if step.data is None or tf.executing_eagerly() or loss.shape.rank != 0:
         return
     by_library = [*((mean, Kind.MEAN) for mean in step.means), (step.count, Kind.OTHER), (step.total, Kind.OTHER)]
     if _adds_sum(_proof(step, by_library), loss):
@@ -405,6 +410,21 @@ def _check_target(loss: Any) -> None:
             "A step of kd.run computes the gradient of a sum over its share of the batch; a loss counts as a mean.",
             f"a sum over the examples, {loss.name!r}",
             "Take the mean, tf.reduce_mean(loss), or a loss of Keras with reduction='sum'.",
+        )
+
+
+def _check_clipped(arguments: Any) -> None:
+    """Refuses to clip the gradients of a share in a custom loop."""
+    step = step_module.current()
+    if step is None or keras_model.applying() is not None:  # an optimizer clips those of the whole batch
+        return
+    clipped = {id(each) for each in tf.nest.flatten(arguments, expand_composites=True)}
+    if any(id(gradient) in clipped for gradient in step.gradients):
+        raise NotSupportedError(
+            "A step of kd.run clips the gradients of its share of the batch.",
+            "a gradient that was not reduced",
+            "Call gradients = kd.all_reduce(gradients) before, or let the optimizer clip: clipnorm, clipvalue, "
+            "global_clipnorm.",
         )
 
 

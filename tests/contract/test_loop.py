@@ -289,6 +289,10 @@ class ClippingLoop(Loop):
 @contract("loop-own-clipping", covered_by=("fit-own-clipping",))
 def test_loop_own_clipping(distribute: Any) -> Numbers:
     """The last batch has one example: with it a share is empty."""
+    for is_eager in (False, True):
+        train = functools.partial(ClippingLoop(same).train, distribute, dataset(), is_eager=is_eager)
+        refused(kd.NotSupportedError, "clips the gradients of its share", train, kd.num_replicas)
+    keras.utils.set_random_seed(1)
     loop = ClippingLoop(distribute)
     traced = loop.train(distribute, dataset(), epochs=1)
     return {"traced": traced, "eager": loop.train(distribute, dataset(), epochs=1, is_eager=True)}
