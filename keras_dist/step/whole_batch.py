@@ -418,14 +418,24 @@ def _check_clipped(arguments: Any) -> None:
     step = step_module.current()
     if step is None or keras_model.applying() is not None:  # an optimizer clips those of the whole batch
         return
-    clipped = {id(each) for each in tf.nest.flatten(arguments, expand_composites=True)}
-    if any(id(gradient) in clipped for gradient in step.gradients):
+    clipped = [each for each in tf.nest.flatten(arguments, expand_composites=True) if tf.is_tensor(each)]
+    if step.gradients and any(_depends_on_gradients(step, each) for each in clipped):
         raise NotSupportedError(
             "A step of kd.run clips the gradients of its share of the batch.",
             "a gradient that was not reduced",
             "Call gradients = kd.all_reduce(gradients) before, or let the optimizer clip: clipnorm, clipvalue, "
             "global_clipnorm.",
         )
+
+
+def _depends_on_gradients(step: Step, value: Any) -> bool:
+    """True if a value is a gradient of the share; in a graph, if it is computed from one that was not reduced."""
+    if any(value is gradient for gradient in step.gradients):
+        return True
+    if tf.executing_eagerly() or (value := tf.convert_to_tensor(value)).graph is not step.gradients[0].graph:
+        return False
+    kinds = {tensor.name: Kind.OTHER for tensor in step.gradients}
+    return not Proof([], kinds | {tensor.name: Kind.CONSTANT for tensor in step.reduced}).is_constant(value)
 
 
 def _adds_sum(proof: Proof, loss: Any) -> bool:

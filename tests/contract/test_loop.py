@@ -301,10 +301,10 @@ def test_loop_own_clipping(distribute: Any) -> Numbers:
 class ByHand(Loop):
     """Descends, or adds up gradients, without an optimizer."""
 
-    def __init__(self, distribute: Any, is_reduced: bool, variable: Any = None) -> None:
+    def __init__(self, distribute: Any, is_reduced: bool, variable: Any = None, clips: bool = False) -> None:
         keras.utils.set_random_seed(1)
         super().__init__(distribute)
-        self.all_reduce = reducer(distribute) if is_reduced else same
+        self.all_reduce, self.clips = reducer(distribute) if is_reduced else same, clips
         self.sums = [variable(tf.zeros_like(weight.value), trainable=False) for weight in self.weights() if variable]
 
     def weights(self) -> list[Any]:
@@ -315,6 +315,8 @@ class ByHand(Loop):
         with tf.GradientTape() as tape:
             loss = self.loss_of(y, self.model(x, training=True))
         gradients = self.all_reduce(tape.gradient(loss, self.weights()))
+        if self.clips:
+            gradients, _ = tf.clip_by_global_norm([2.0 * gradient for gradient in gradients], 0.05)
         for variable, gradient in zip(self.sums or self.weights(), gradients, strict=True):
             variable.assign_sub(0.1 * gradient)
         return loss
@@ -330,6 +332,8 @@ def test_loop_updates_by_hand(distribute: Any) -> Numbers:
     for variable in (None, tf.Variable):
         train = functools.partial(ByHand(distribute, is_reduced=False, variable=variable).train, distribute, dataset())
         refused(kd.NotSupportedError, text, train, kd.num_replicas)
+    clips = functools.partial(ByHand(distribute, is_reduced=False, clips=True).train, distribute, dataset())
+    refused(kd.NotSupportedError, "A step of kd.run clips the gradients", clips, kd.num_replicas)
     summed = Loop(distribute, lambda y, prediction: tf.reduce_sum(tf.square(y - prediction)) * (1 / BATCH) + 0.1)
     refused(
         kd.NotSupportedError, "the gradient of a sum", lambda: summed.train(distribute, dataset()), kd.num_replicas
@@ -340,6 +344,7 @@ def test_loop_updates_by_hand(distribute: Any) -> Numbers:
     with contextlib.redirect_stderr(io.StringIO()) as errors:
         results = {
             "traced": ByHand(distribute, is_reduced=True).train(distribute, dataset()),
+            "clipped": ByHand(distribute, is_reduced=True, clips=True).train(distribute, dataset()),
             "sums": ByHand(distribute, is_reduced=True, variable=keras.Variable).train(distribute, dataset()),
             "of TensorFlow": of_tensorflow.train(distribute, dataset()),
         }
